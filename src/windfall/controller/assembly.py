@@ -25,6 +25,8 @@ import msgspec
 from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
+from windfall.controller.directory.directory import Directory
+from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.generation import Generation
 from windfall.controller.ledger.journal import Journal
@@ -93,9 +95,9 @@ class ControllerLife:
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=policies.placement,
-            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
+            order=recipe.rollout.order, step_groups=recipe.rollout.groups, directory=_directory(recipe),
         )  # fmt: skip
-        self.trainer = RemoteTrainer()
+        self.trainer = RemoteTrainer(self.dispatch.weights)
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = policies.local_time() if t.trainer_generates else OnlyWithoutWorkers()
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
@@ -201,7 +203,7 @@ class ControllerLife:
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
-        self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
+        self._offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
         admission.restore(
             version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained,
             oldest=oldest_versions(history),
@@ -218,7 +220,12 @@ class ControllerLife:
         hello = self.trainer.hello
         if hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
-            self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
+            self._offer(Offer(version=published.version, digest=published.digest, url=hello.url))
+
+    def _offer(self, offer: Offer) -> None:
+        if self.trainer.weights is not None:
+            self.dispatch.weights.publish(self.trainer.weights)
+        self.dispatch.set_offer(offer)
 
     def saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._journal_damage.saved(state.step):
@@ -297,3 +304,10 @@ class ControllerLife:
     async def _interrupt_on_stop(self, rollout: Rollout) -> None:
         await self.stop.wait()
         rollout.interrupt()
+
+
+def _directory(recipe: Recipe) -> Directory:
+    w = recipe.weights
+    prices = TrafficPrices(across_usd_per_gb=w.across_regions_usd_per_gb, bucket_usd_per_gb=w.bucket_usd_per_gb)
+    peers = "none" if w.peers == "off" else "machine" if recipe.fleet.tls_cert else "all"
+    return Directory(prices, peers=peers, region=w.region)

@@ -29,7 +29,7 @@ class FleetPolicy(RemoteTrainer):
 
     def __init__(self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0) -> None:
         """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise."""
-        super().__init__()
+        super().__init__(dispatch.weights)
         self._dispatch = dispatch
         self._stop = stop
         self._sampling = sampling
@@ -107,6 +107,7 @@ class FleetPolicy(RemoteTrainer):
 
     def _offer(self, published: NewVersion) -> NewVersion:
         self._calls = {id: call for id, call in self._calls.items() if not call.done()}
-        url = "" if self.hello is None else self.hello.url
-        self._dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=url))
+        if self.weights is not None:
+            self._dispatch.weights.publish(self.weights)
+        self._dispatch.set_offer(Offer(version=published.version, digest=published.digest))
         return published

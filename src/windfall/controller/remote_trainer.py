@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
@@ -23,8 +24,12 @@ from windfall.training import CheckpointState, NewVersion, Report, Sample, Train
 
 
 class RemoteTrainer:
-    def __init__(self) -> None:
+    def __init__(self, routes: WeightRoutes | None = None) -> None:
+        """`routes`: is told what the trainer has uploaded, and says which files workers may still read."""
         self.hello: m.TrainerHello | None = None
+        self.weights: m.PublishedFiles | None = None
+        """The newest files of the trainer that is connected, or was last."""
+        self._routes = routes
         self._link: Link | None = None
         self._current: Link | None = None
         """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
@@ -36,11 +41,16 @@ class RemoteTrainer:
         if self._link is not None:  # the old trainer may be frozen; that would be why the new one was started
             await self._link.close("another trainer has taken over")
         self._link, self.hello, self._replies = link, hello, asyncio.Queue()
+        self.weights = hello.weights
         replies = self._replies
         self._present.set()
         try:
             while True:
-                replies.put_nowait(await link.receive())
+                message = await link.receive()
+                if not isinstance(message, m.Uploaded):
+                    replies.put_nowait(message)
+                elif self._routes is not None:
+                    self._routes.uploaded(message)
         except LinkClosed as e:
             replies.put_nowait(e)
         finally:
@@ -84,7 +94,11 @@ class RemoteTrainer:
 
     async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
-        return _published(await self._ask(m.Publish(id=id), m.PublishedVersion))
+        order = m.Publish(id=id)
+        if self._routes is not None:
+            directory = self._routes.directory
+            order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
+        return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:
         """Write a checkpoint of the published version. Returns its path."""
@@ -92,7 +106,11 @@ class RemoteTrainer:
 
     async def load(self, path: str, *, id: str) -> NewVersion:
         """Continue from this checkpoint, and publish its weights."""
-        return _published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
+        return self._published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
+
+    def _published(self, reply: m.PublishedVersion) -> NewVersion:
+        self.weights = reply.weights
+        return NewVersion(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)
 
     async def _ask(self, message: object, expected: type[Any]) -> Any:
         link, replies = self._link, self._replies
@@ -120,7 +138,3 @@ class RemoteTrainer:
         if not isinstance(reply, expected):
             raise TrainerLost(f"the trainer answered a {type(message).__name__} with a {type(reply).__name__}")
         return reply
-
-
-def _published(reply: m.PublishedVersion) -> NewVersion:
-    return NewVersion(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)

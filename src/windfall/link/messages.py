@@ -1,10 +1,12 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
-    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume,
+    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Routed, Pause, Resume,
                               SiblingTokens, Drain
-    worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
+    worker ──▶ controller     Hello;  Tokens, Released, AskRoute, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity,
+                              Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
-    trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Saved, Failed
+    trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Uploaded, Saved,
+                              Failed
     supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, RunEnded
     rank ──▶ supervisor       RankHello;  RankStarted, RankEnded
 
@@ -26,12 +28,16 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 15
+PROTOCOL = 16
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A value within messages."""
+
+
+class Message(Value, frozen=True):
     """The common base. Decoding refuses a message with a missing field or a field of the wrong type."""
 
 
@@ -39,7 +45,7 @@ Ranges = tuple[tuple[int, int], ...]
 """Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/slices.py)."""
 
 
-class FileRef(Message, frozen=True):
+class FileRef(Value, frozen=True):
     """A file of weights: a full copy, the base of adapters, or a delta. Its digest names its bytes."""
 
     digest: str
@@ -48,7 +54,7 @@ class FileRef(Message, frozen=True):
     after: str = ""  # a delta: the full copy that results
 
 
-class SourceRef(Message, frozen=True):
+class SourceRef(Value, frozen=True):
     """Something that answers byte ranges of files."""
 
     id: str
@@ -57,30 +63,30 @@ class SourceRef(Message, frozen=True):
     machine: str = ""  # which machine it is on: a reader there reads its memory
 
 
-class RoutePart(Message, frozen=True):
+class RoutePart(Value, frozen=True):
     start: int
     stop: int
     sources: tuple[int, ...]  # numbers in `ReadRoute.sources`, best first
 
 
-class ReadRoute(Message, frozen=True):
+class ReadRoute(Value, frozen=True):
     """Where a reader reads which bytes of a file."""
 
     sources: tuple[SourceRef, ...]
     parts: tuple[RoutePart, ...]  # in order, without overlap
 
 
-class FileRoute(Message, frozen=True):
+class FileRoute(Value, frozen=True):
     file: FileRef
     route: ReadRoute
 
 
-class Holding(Message, frozen=True):
+class Holding(Value, frozen=True):
     file: FileRef
     ranges: Ranges = ()  # empty: all of it
 
 
-class SourceUse(Message, frozen=True):
+class SourceUse(Value, frozen=True):
     """What a reader got from a source."""
 
     source: str
@@ -89,14 +95,22 @@ class SourceUse(Message, frozen=True):
     why: Literal["", "gone", "unreachable", "stalled", "slow", "wrong"] = ""  # why it stopped using it
 
 
-class PublishedFiles(Message, frozen=True):
+class HolderFiles(Value, frozen=True):
+    """What one machine of the trainer, or the bucket, has."""
+
+    location: str  # URL of its weight server, or `PublishedFiles.bucket`
+    holds: tuple[Holding, ...]
+    machine: str = ""
+
+
+class PublishedFiles(Value, frozen=True):
     """What the trainer publishes: all files that can still be read, and which of its machines has which bytes."""
 
     version: int
     digest: str  # of the full copy, or of the adapter
     files: tuple[FileRef, ...]
-    holders: tuple[tuple[str, tuple[Holding, ...]], ...]  # location of each weight server, or `bucket`
-    bucket: str = ""  # its URL, if the files are published there, too
+    holders: tuple[HolderFiles, ...]
+    bucket: str = ""  # its URL, if the files are published there, too; what is being uploaded counts as held
 
 
 class Challenge(Message, frozen=True, tag=1):
@@ -121,6 +135,10 @@ class Hello(Message, frozen=True, tag=2):
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
     engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
     lends: bool = False  # It serves requests of its own first (`windfall serve --lend`), and reports its Capacity.
+    location: str = ""  # URL of its weight server; "": it only reads
+    own_address: str = ""  # its IP address as it knows it; behind NAT, the controller sees another one
+    machine: str = ""  # equal for processes that can read each other's memory
+    holds: tuple[Holding, ...] = ()  # what its weight server can serve
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +178,7 @@ class Refused(Message, frozen=True, tag=4):
     again: bool = False  # True if a later attempt may succeed
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Work(Value, frozen=True):
     """One response to generate, or to continue."""
 
     handle: int
@@ -190,7 +208,25 @@ class Load(Message, frozen=True, tag=7):
 
     version: int
     digest: str  # digest that the pulled weights must have
-    url: str  # Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it.
+    url: str = (
+        ""  # Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it.
+    )
+    files: tuple[FileRoute, ...] = ()  # In the order of reading: the base of an adapter, then one full copy or deltas
+
+
+class AskRoute(Message, frozen=True, tag=55):
+    """Worker to controller, during a load: a source failed or is slow, or another file is needed."""
+
+    file: str  # digest
+    used: tuple[SourceUse, ...] = ()  # what it got since its last report
+    received: int = 0  # bytes of the file that it has verified
+
+
+class Routed(Message, frozen=True, tag=56):
+    """Controller to worker: the answer to AskRoute. Also unasked, if a source has left."""
+
+    file: str
+    route: ReadRoute  # without sources: none is known; ask again after a second
 
 
 class Pause(Message, frozen=True, tag=8):
@@ -245,7 +281,7 @@ class Tokens(Message, frozen=True, tag=11):
     finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
 
 
-class LoadTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class LoadTimes(Value, frozen=True):
     """Where the time until Loaded was spent. Parts overlap, so their sum exceeds the total. All but the last two belong
     to the start of the process, and are 0 from the worker's second version on."""
 
@@ -269,6 +305,8 @@ class Loaded(Message, frozen=True, tag=12):
     longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
     engine: Capabilities = Capabilities()  # what the engine can do
     kv_tokens: int = 0  # tokens for which its KV cache has room, over all responses; 0 if unknown
+    used: tuple[SourceUse, ...] = ()  # what it got from each source since its last report
+    apply_s: float = 0.0  # seconds to apply deltas, within `parts.pull_s`
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -314,6 +352,7 @@ class Stats(Message, frozen=True, tag=16):
     kv_restored: int = 0  # tokens of evicted responses whose KV came back from host memory and was not prefilled again
     decode_s: float = 0.0  # time of the decode steps that were measured, if the engine may draft
     undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
+    sent_bytes: int = 0  # bytes of weights sent to other workers
 
 
 class Capacity(Message, frozen=True, tag=40):
@@ -350,6 +389,7 @@ class TrainerHello(Message, frozen=True, tag=18):
     url: str  # address of the weight server; the host `_` stands for the controller's host
     facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
     open_tasks: tuple[int, ...] = ()  # tasks before `next_task` that were drawn but not trained on
+    weights: PublishedFiles | None = None  # the files of this version
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):
@@ -405,6 +445,8 @@ class Publish(Message, frozen=True, tag=51):
     """Controller to trainer, after the last update of a step: publish the weights as its version."""
 
     id: str
+    keep: tuple[str, ...] = ()  # digests of files that workers may still read
+    pack: bool = False  # compress the delta: links are slower than packing and unpacking
 
 
 class PublishedVersion(Message, frozen=True, tag=52):
@@ -413,6 +455,16 @@ class PublishedVersion(Message, frozen=True, tag=52):
     version: int
     digest: str
     update_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
+    weights: PublishedFiles | None = None
+
+
+class Uploaded(Message, frozen=True, tag=57):
+    """Trainer to controller, unasked: one of its machines has uploaded its part of a file to the bucket, or failed."""
+
+    file: str
+    bytes: int
+    s: float
+    error: str = ""
 
 
 class Save(Message, frozen=True, tag=25):
@@ -492,9 +544,11 @@ class RunEnded(Message, frozen=True, tag=38):
     why: str
 
 
-FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
-ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain | SiblingTokens
-FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Saved | Failed
+FromWorker = Hello | Tokens | Released | AskRoute | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
+ToWorker = (
+    Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Routed | Pause | Resume | Drain | SiblingTokens
+)
+FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Uploaded | Saved | Failed
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb
 FromRank = RankHello | RankStarted | RankEnded

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
@@ -47,6 +48,21 @@ def _check_endpoint(value: str) -> str:
 
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
 """HOST:PORT, or empty."""
+
+
+def _check_bucket(url: str) -> str:
+    if not url:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme not in ("s3", "gs", "az", "file") or not parts.netloc + parts.path.strip("/"):
+        raise ValueError("write it as s3://bucket/path, gs://bucket/path, az://container/path or file:///folder")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("it must not contain credentials or options: set them in the environment, such as AWS_*")
+    return url
+
+
+BucketUrl = Annotated[str, AfterValidator(_check_bucket)]
+"""An object store or a folder, without credentials; or empty."""
 FunctionName = Annotated[str, AfterValidator(_check_function)]
 """A function or a class, as "package.module:name"."""
 

@@ -16,7 +16,7 @@ from windfall.errors import WindfallError
 from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
-from windfall.recipe.section_base import Beta, Count, Device, Endpoint, FilePath, Section, Share, with_parts
+from windfall.recipe.section_base import Beta, BucketUrl, Count, Device, Endpoint, FilePath, Section, Share, with_parts
 from windfall.types import Sampling
 
 
@@ -290,6 +290,23 @@ class Techniques(Section):
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 
 
+class WeightsSection(Section):
+    peers: Literal["auto", "off"] = "auto"
+    """Let workers send weights that they hold to other workers, unencrypted. With `fleet.tls_cert`, only to workers on
+    the same machine. With "off", all weights come from the trainer or the bucket."""
+    bucket: BucketUrl = ""
+    """Object store or folder to publish weights to, such as s3://bucket/path, gs://..., az://... or file:///folder.
+    Workers that cannot reach the trainer read from it. Credentials come from the environment."""
+    region: str = ""
+    """Region of the trainer. Workers in another region (their lease's) count as behind a wide link."""
+    upload_gbit_per_s: float = Field(default=0.0, ge=0)
+    """Upper limit for what one worker sends to others, in Gbit/s. 0 sets none."""
+    across_regions_usd_per_gb: float = Field(default=0.02, ge=0)
+    """Price of traffic between two regions in $ per GB, for the bill and for the choice of sources."""
+    bucket_usd_per_gb: float = Field(default=0.0, ge=0)
+    """Price of reading from the bucket in $ per GB, for the bill and for the choice of sources."""
+
+
 class Trace(Section):
     nodes: int = Field(default=0, ge=0)
     """Upper limit for the machines of the trace that are up at once. Each is one worker process that is started and
@@ -341,6 +358,7 @@ class Recipe(Section):
     eval: Eval = Eval()
     engine: EngineSection = EngineSection()
     fleet: Fleet = Fleet()
+    weights: WeightsSection = WeightsSection()
     trace: Trace = Trace()
     techniques: Techniques = Techniques()
     log: LogSection = LogSection()

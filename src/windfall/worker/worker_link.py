@@ -167,6 +167,8 @@ class WorkerLink:
                     self.host.cancel(message.handles)
                 case m.SiblingTokens():
                     self.host.remember(message)
+                case m.Routed():
+                    pass  # this worker reads from Load.url
                 case m.Release():
                     self.host.release(message.handles)
                 case m.Load():

@@ -16,7 +16,7 @@ from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import PeerUse, WeightHolder
 from windfall.controller.directory.routes import CHUNK_BYTES, LATENCY_S, MAX_FAN_OUT, chunk_bytes, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
-from windfall.link.messages import FileRef, Holding, PublishedFiles, ReadRoute, SourceUse
+from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
 
 GB = 10**9
 V1, V2 = FileRef(digest="v1", nbytes=16 * GB), FileRef(digest="v2", nbytes=16 * GB)
@@ -29,7 +29,7 @@ def worker(id: str, region: str = "us", **more: Any) -> WeightHolder:
 
 def published(*files: FileRef, version: int = 1, bucket: str = "") -> PublishedFiles:
     holds = tuple(Holding(file=f) for f in files)
-    holders = [("trainer", holds), *([(bucket, holds)] if bucket else [])]
+    holders = [HolderFiles(location=at, holds=holds) for at in ("trainer", bucket) if at]
     return PublishedFiles(version=version, digest=files[0].digest, files=files, holders=tuple(holders), bucket=bucket)
 
 
@@ -60,7 +60,7 @@ def test_a_region_is_a_chain_and_one_reader_crosses_into_the_next() -> None:
     assert d.events() == [("importer", importer)]
 
 
-def test_an_importer_that_dies_is_replaced_at_the_first_missing_byte_of_the_one_with_most() -> None:
+def test_an_importer_that_dies_is_replaced_by_the_reader_with_most_bytes() -> None:
     d = directory(*(worker(f"e{n}", "eu", machine=f"m{n}") for n in range(2)), worker("e2", "eu", machine="m0"))
     assert [load(d, id) for id in ("e0", "e1", "e2")] == [["trainer"], ["e0"], ["e0"]]
     for id, received in (("e0", 9 * GB), ("e1", 5 * GB), ("e2", 7 * GB)):
@@ -70,11 +70,12 @@ def test_an_importer_that_dies_is_replaced_at_the_first_missing_byte_of_the_one_
     d.check()
     routes = {reader: each.route for reader, each in d.routed()}
     assert list(routes) == ["e2", "e1"]
-    assert (routes["e2"].parts[0].start, firsts(routes["e2"])) == (7 * GB, ["trainer"])
-    assert (routes["e1"].parts[0].start, firsts(routes["e1"])) == (5 * GB, ["e2"])
+    assert {id: firsts(route) for id, route in routes.items()} == {"e2": ["trainer"], "e1": ["e2"]}
     taken = {"region": "eu", "worker": "e2", "file": "v1", "at_bytes": 7 * GB, "why": "e0"}
     assert d.events() == [("importer", taken)]
     assert d.routed() == []
+    asked = d.ask("e2", "v1", (), 7 * GB + 1)  # what it says itself is exact
+    assert (asked.parts[0].start, firsts(asked)) == (7 * GB + 1, ["trainer"])
 
 
 def test_readers_of_one_machine_take_no_slot() -> None:
@@ -201,8 +202,41 @@ def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
     assert complain(d, "a", "s3://b", "wrong") == []
     assert [name for name, _ in d.events()] == ["source_dropped"]
-    d.publish(published(V1, bucket="s3://b"), 1.0)
+    d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
     assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["s3://b"])]
+
+
+def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
+    d = directory(worker("a"), bucket="s3://b")
+    load(d, "a")
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    d.uploaded("v1", 5, failed=True)
+    d.check()
+    assert complain(d, "a", "s3://b", "stalled") == []
+    assert d.traffic is not None
+    assert d.traffic.describe()["upload_bytes"] == 5
+
+
+def test_a_trainer_that_connects_again_may_be_reached_now() -> None:
+    d = directory(worker("a"))
+    load(d, "a")
+    assert complain(d, "a", "trainer", "unreachable") == []
+    d.publish(published(V1), 1.0)
+    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["trainer"])]
+
+
+def test_late_messages_about_an_older_load_change_nothing() -> None:
+    d = directory(worker("a"), worker("b"))
+    load(d, "a")
+    d.publish(published(V2, DELTA, version=2), 2.0)
+    load(d, "a", "v2")
+    assert d.ask("a", "v1", (), 0) == ReadRoute(sources=(), parts=())
+    assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
+    d.loaded("a", "v1", (), 3.0)
+    assert load(d, "b", "v2") == ["a"]  # which is still reading
+    d.leave("a")
+    assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
+    d.check()
 
 
 @pytest.mark.parametrize(("peers", "sources"), [("none", ["trainer"] * 3), ("machine", ["trainer", "a", "trainer"])])
@@ -224,8 +258,8 @@ def test_each_machine_of_the_trainer_serves_its_shard() -> None:
     d.join(worker("b"))
     half = V1.nbytes // 2
     holders = (
-        ("t0", (Holding(file=V1, ranges=((0, half),)),)),
-        ("t1", (Holding(file=V1, ranges=((half, V1.nbytes),)),)),
+        HolderFiles(location="t0", holds=(Holding(file=V1, ranges=((0, half),)),)),
+        HolderFiles(location="t1", holds=(Holding(file=V1, ranges=((half, V1.nbytes),)),)),
     )
     d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
     route = d.load("a", "v1")[0].route
@@ -244,7 +278,7 @@ def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
     for lost in (False, True):
         if lost:
             ranges = {"t0": ((0, third),), "t1": ((third, V1.nbytes),)}
-        holders = tuple((id, (Holding(file=V1, ranges=r),)) for id, r in ranges.items())
+        holders = tuple(HolderFiles(location=id, holds=(Holding(file=V1, ranges=r),)) for id, r in ranges.items())
         d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
         if not lost:
             assert load(d, "a") == ["t0", "t1", "t0"]
@@ -287,7 +321,7 @@ def test_traffic_of_a_version() -> None:
     weights = dict(d.events())["weights"]
     assert weights == {
         "version": 1, "readers": 4, "full_bytes": 16 * GB, "delta_bytes": 0, "trainer_bytes": 32 * GB,
-        "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "across_bytes": 16 * GB,
+        "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "upload_bytes": 0, "across_bytes": 16 * GB,
         "usd": pytest.approx(0.32), "half_s": 20.0, "all_s": 40.0,
     }  # fmt: skip
     assert d.traffic is not None

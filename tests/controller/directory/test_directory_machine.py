@@ -12,7 +12,16 @@ from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT
 from windfall.controller.directory.traffic import TrafficPrices
-from windfall.link.messages import FileRef, FileRoute, Holding, PublishedFiles, Ranges, ReadRoute, SourceUse
+from windfall.link.messages import (
+    FileRef,
+    FileRoute,
+    HolderFiles,
+    Holding,
+    PublishedFiles,
+    Ranges,
+    ReadRoute,
+    SourceUse,
+)
 from windfall.weights.slices import covers, normal, size, subtract
 
 COPY, DELTA = 40 * 10**9, 10**6
@@ -75,15 +84,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         deltas = [FileRef(digest=f"d{v}", nbytes=DELTA, before=f"c{v - 1}", after=f"c{v}") for v in versions[1:]]
         files, half = (copy, *deltas), self.copy_bytes // 2
         if self.shards == 1:
-            holders = [("t0", tuple(Holding(file=f) for f in files))]
+            holders = [HolderFiles(location="t0", holds=tuple(Holding(file=f) for f in files))]
         else:
             cut = lambda f: min(half, f.nbytes // 2)  # noqa: E731
             holders = [
-                ("t0", tuple(Holding(file=f, ranges=((0, cut(f)),)) for f in files)),
-                ("t1", tuple(Holding(file=f, ranges=((cut(f), f.nbytes),)) for f in files)),
+                HolderFiles(location="t0", holds=tuple(Holding(file=f, ranges=((0, cut(f)),)) for f in files)),
+                HolderFiles(location="t1", holds=tuple(Holding(file=f, ranges=((cut(f), f.nbytes),)) for f in files)),
             ]
         if self.bucket:
-            holders.append((BUCKET, tuple(Holding(file=f) for f in files)))
+            holders.append(HolderFiles(location=BUCKET, holds=tuple(Holding(file=f) for f in files)))
         bucket = BUCKET if self.bucket else ""
         return PublishedFiles(
             version=self.version, digest=copy.digest, files=files, holders=tuple(holders), bucket=bucket
@@ -199,10 +208,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask_for_the_copy(self, data: Any) -> None:
         """Its deltas cannot be applied."""
-        if (worker := self.reading(data)) is None or f"c{self.version}" in worker.files:
+        if (worker := self.reading(data)) is None or worker.wanted in worker.files:
             return
         worker.copy = ""
-        copy = FileRef(digest=f"c{self.version}", nbytes=self.copy_bytes)
+        if worker.wanted != f"c{self.version}":  # that copy is gone: the load has failed
+            assert not self.directory.ask(worker.holder.id, worker.wanted, (), 0).sources
+            self.stop(worker)
+            return
+        copy = FileRef(digest=worker.wanted, nbytes=self.copy_bytes)
         worker.begin(copy.digest, (FileRoute(file=copy, route=ReadRoute(sources=(), parts=())),), {})
         self._ask(worker, copy.digest, ())
 
@@ -235,8 +248,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stopped(self, data: Any) -> None:
         if (worker := self.reading(data)) is not None:
-            self.directory.stopped(worker.holder.id)
-            worker.begin("", (), {})
+            self.stop(worker)
+
+    def stop(self, worker: Worker) -> None:
+        self.directory.stopped(worker.holder.id)
+        worker.begin("", (), {})
 
     @rule()
     def controller_restarts(self) -> None:

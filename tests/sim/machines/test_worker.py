@@ -91,6 +91,7 @@ def test_every_order_of_the_controller_is_executed(kind: type, busy: bool) -> No
         m.Release: m.Release(handles=(1,)), m.Load: m.Load(version=2, digest="b", url=""), m.Pause: m.Pause(),
         m.Resume: m.Resume(), m.Drain: m.Drain(why="go"),
         m.SiblingTokens: m.SiblingTokens(group="7", id="7/1", position=0, tokens=b""),
+        m.Routed: m.Routed(file="b", route=m.ReadRoute(sources=(), parts=())),
     }  # fmt: skip
 
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:

@@ -145,6 +145,8 @@ class Accounts:
         """Totals of workers that are gone; totals at the last `step()`."""
         self.gathering = Gathering()
         """Over all steps so far."""
+        self.traffic_usd = 0.0
+        """What moving the weights has cost so far, between regions and out of a bucket."""
         self._here: dict[str, _OpenAccount] = {}
         self._newest: dict[str, str] = {}
         """Id of the newest worker that is here, by name."""
@@ -301,6 +303,8 @@ class Accounts:
         by_holder: dict[Holder, list[Account]] = {h: [a] for h, a in self._gone.holders.items()}
         for w in self._here.values():
             by_holder.setdefault(w.holder, []).append(w.account(now_s))
+        if self.traffic_usd:
+            by_holder["traffic"] = [Account(usd={"traffic": self.traffic_usd})]
         return Totals(holders={h: add(*accounts) for h, accounts in by_holder.items()}, gathering=self.gathering)
 
     def of(self, worker: str, now_s: float) -> Account:

@@ -4,7 +4,8 @@ These are plain sums. accounts.py computes them from the events of workers and d
 
 Rules: seconds without a known price count in `unpriced_s`, not in dollars; the total in dollars is then a lower bound.
 The machine that trains has an account of its own ("trainer"). The accounts of all other workers are added up by the
-kind of their lease.
+kind of their lease. Traffic of weights between regions and out of a bucket has dollars, but no seconds, and an account
+of its own ("traffic").
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Literal
 
 import msgspec
 
-Bucket = Literal["booting", "pulling", "generating", "prefill_again", "waiting", "paused", "draining", "lost"]
-Holder = Literal["trainer", "reserved", "spot", "borrowed"]
+Bucket = Literal[
+    "booting", "pulling", "generating", "prefill_again", "waiting", "paused", "draining", "lost", "traffic"
+]  # fmt: skip
+Holder = Literal["trainer", "reserved", "spot", "borrowed", "traffic"]
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):

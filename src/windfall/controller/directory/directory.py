@@ -2,14 +2,15 @@
 
     load       a worker is to get a version: which files, and a route for each
     ask        a source failed: a new route, from the first missing byte on
-    routed     routes that changed because a source left, was dropped or began something else: send them
+    routed     routes that changed because a source left, was dropped or began something else: send them. They have
+               all that the reader needed when it began or last asked; it knows what it has got since
 
 The state is soft. Workers say what they hold when they join, and the trainer when it connects; a controller that starts
 again builds a directory from that. Times are arguments: same calls, same answers.
 
 Rules (`check` tests those that a state can show):
- 1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that is
-    missing.
+ 1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
+    reader needs.
  2. No reader follows itself, also not over others.
  3. At most one reader of a region reads a file from outside it, of those that can use each other.
  4. The trainer feeds at most its fan-out and one reader of every other region, if workers can use each other.
@@ -58,6 +59,9 @@ class Directory:
         self.newest = ""
         self.traffic: Traffic | None = None
         """Of the newest version."""
+        self.usd = 0.0
+        """What all versions have cost."""
+        self._version = -1
         self._prices = prices
         self._contacts = Contacts(peers)
         self._rates = Rates()
@@ -65,6 +69,8 @@ class Directory:
         self._files: dict[str, KnownFile] = {}
         self._plans: dict[str, tuple[FileRef, ...]] = {}
         """By reader: the files of its load, in order."""
+        self._wanted: dict[str, str] = {}
+        """By reader: the weights that it loads. A late message about others changes nothing."""
         self._copies: dict[str, str] = {}
         """By worker: the weights that it can apply deltas to. It serves them no more once its next load begins."""
         self._routed: dict[tuple[str, str], None] = {}
@@ -78,7 +84,7 @@ class Directory:
         self.leave(holder.id)
         self._contacts.add(holder)
         for holding in holds:
-            self._known(holding.file.digest).held[holder.id] = holding.ranges or WHOLE
+            self._known(holding.file.digest).held[holder.id] = normal(holding.ranges) or WHOLE
             if not holding.ranges and not holding.file.after:
                 self._copies[holder.id] = holding.file.digest
 
@@ -90,6 +96,7 @@ class Directory:
         self._left[id] = holder
         self._plans.pop(id, None)
         self._copies.pop(id, None)
+        self._wanted.pop(id, None)
         for known in self._files.values():
             known.held.pop(id, None)
             self._end(known, id)
@@ -101,18 +108,24 @@ class Directory:
             self.traffic.waiting.discard(id)
 
     def publish(self, files: PublishedFiles, now_s: float) -> None:
-        """What the trainer and the bucket hold, all of it. A trainer that connects again says the same."""
+        """What the trainer and the bucket hold, all of it. A trainer that connects again says the same, and readers may
+        try it again."""
         gone = {id for id, holder in self._contacts.holders.items() if holder.kind != "peer"}
+        for id in gone if files.version <= self._version else ():
+            self._contacts.forgive(id)
+        self._version = files.version
         for known in self._files.values():
             for id in gone:
                 known.held.pop(id, None)
-        for location, holds in files.holders:
-            kind = "bucket" if location == files.bucket else "trainer"
-            if location not in gone:
-                self._contacts.add(WeightHolder(id=location, kind=kind, location=location, region=self.region))
-            gone.discard(location)
-            for holding in holds:
-                self._known(holding.file.digest).held[location] = holding.ranges or WHOLE
+        for each in files.holders:
+            at = each.location
+            kind = "bucket" if at == files.bucket else "trainer"
+            if at not in gone:
+                holder = WeightHolder(id=at, kind=kind, location=at, region=self.region, machine=each.machine)
+                self._contacts.add(holder)
+            gone.discard(at)
+            for holding in each.holds:
+                self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
         for file in files.files:
             self._known(file.digest).file = file
         listed = {file.digest for file in files.files}
@@ -142,6 +155,7 @@ class Directory:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
         self.stopped(reader)
+        self._wanted[reader] = wanted
         files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
         while (plan := self._plan(reader, wanted, files.values())) is not None:
             readings = [self._find(reader, file) for file in plan]
@@ -158,8 +172,9 @@ class Directory:
 
     def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int) -> ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. `received`: bytes of it."""
-        known = self._known(file)
-        if known.file is None:
+        known, wanted = self._files.get(file), self._files.get(self._wanted.get(reader, ""))
+        of_load = wanted is not None and wanted.file is not None and file in _names(wanted.file)
+        if known is None or known.file is None or (reader not in known.readings and not of_load):
             return ReadRoute(sources=(), parts=())
         if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
             self.stopped(reader)
@@ -168,10 +183,10 @@ class Directory:
             known.held.pop(reader, None)
             self._begin(reader, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
-        reading.received = received
-        if not reading.missing:  # it lacks something nevertheless
+        reading.received, reading.need = received, _after(self._lacks(known, reader), received)
+        if not reading.need:  # it lacks something nevertheless
             known.held.pop(reader, None)
-            reading.need, reading.received = self._lacks(known, reader), 0
+            reading.received, reading.need = 0, self._lacks(known, reader)
         for use in used:
             self._take(reader, use, known)
         self._set(known, reader, ())
@@ -183,23 +198,23 @@ class Directory:
     def progress(self, reader: str, received: int) -> None:
         """`received`: bytes of the reader's present load, over all its files, which it reads in order."""
         for file in self._plans.get(reader, ()):
-            reading = self._files[file.digest].readings[reader]
-            need = size(reading.need)
-            reading.received = max(reading.received, min(received, need))
-            received = max(0, received - need)
+            known = self._files[file.digest]
+            reading, total = known.readings[reader], size(self._lacks(known, reader))
+            reading.received = max(reading.received, min(received, total))
+            received = max(0, received - total)
 
     def loaded(self, reader: str, digest: str, used: Sequence[SourceUse], now_s: float, apply_s: float = 0.0) -> None:
         """The reader has these weights, and every file of its load. `apply_s`: what applying deltas took."""
-        plan = self._plans.pop(reader, ())
-        for file in plan:
-            self._known(file.digest).held[reader] = WHOLE
-            self._end(self._files[file.digest], reader)
-        known = self._files.get(digest)
-        if known is not None and known.file is not None:
-            known.held[reader] = WHOLE
-            if apply_s > 0:
-                self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
-        self._copies[reader] = digest
+        if self._wanted.get(reader) == digest:
+            for file in self._plans.pop(reader, ()):
+                self._files[file.digest].held[reader] = WHOLE
+                self._end(self._files[file.digest], reader)
+            known = self._files.get(digest)
+            if known is not None and known.file is not None:
+                known.held[reader] = WHOLE
+                if apply_s > 0:
+                    self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
+            self._copies[reader] = digest
         for use in used:
             self._take(reader, use, None)
         if failed := [use.source for use in used if use.why]:
@@ -214,6 +229,16 @@ class Directory:
             self._end(known, reader)
         self._repair(files, [reader])
 
+    def uploaded(self, file: str, count: int, *, failed: bool) -> None:
+        """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
+        if self.traffic is not None:
+            self.traffic.bytes["upload"] += count
+        if failed and file in self._files:
+            buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
+            for id in buckets:
+                self._files[file].held.pop(id, None)
+            self._repair([self._files[file]], buckets)
+
     # What others need to know
 
     def routed(self) -> list[tuple[str, FileRoute]]:
@@ -225,6 +250,11 @@ class Directory:
             if known is not None and known.file is not None and reader in known.readings:
                 out.append((reader, FileRoute(file=known.file, route=self._route(known.readings[reader]))))
         return out
+
+    def offered(self) -> frozenset[str]:
+        """Weights that can be read from somewhere."""
+        files = (known.file for known in self._files.values() if known.file is not None and known.held)
+        return frozenset(updates.result(file) for file in files)
 
     def needed(self) -> frozenset[str]:
         """Files that must not expire."""
@@ -263,7 +293,7 @@ class Directory:
                     assert part.sources and all(self._valid(known, reader, part, id) for id in part.sources), (1, part)
                     assert not self._contacts.dropped.intersection(part.sources), (6, part)
                 covered = normal((part.start, part.stop) for part in reading.parts)
-                assert not reading.parts or covers(covered, reading.missing), (1, reader, digest)
+                assert not reading.parts or covers(covered, reading.need), (1, reader, digest)
                 firsts = [holders[id] for id in _firsts(reading.parts)]
                 load.update(h.id for h in firsts if h.region == me.region and not h.shares_machine(me))
                 importing = any(holder.across(me) for holder in firsts)
@@ -366,7 +396,7 @@ class Directory:
         if parts:
             importing = any(holders[id].across(me) for id in _firsts(parts))
             if importing and not reading.importing and known.file is not None:
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": reading.missing[0][0]}
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": reading.received}
                 self._events.append(("importer", {"region": me.region, **at, "why": why}))
             reading.importing = importing
 
@@ -419,8 +449,10 @@ class Directory:
         past = source or self._left.get(use.source)
         if past is not None:
             self._rates.add(me, past, use.bytes, use.s)
+            usd = use.bytes / 1e9 * self._prices.usd_per_gb(me, past)
+            self.usd += usd
             if self.traffic is not None:
-                self.traffic.add(me, past, use.bytes, self._prices)
+                self.traffic.add(me, past, use.bytes, usd)
         if source is None or use.why in ("", "slow"):
             return
         dropped = False
@@ -441,6 +473,19 @@ class Directory:
 def _names(file: FileRef) -> tuple[str, ...]:
     """A file, and the base that it is useless without."""
     return (file.digest, file.before) if file.before and not file.after else (file.digest,)
+
+
+def _after(ranges: Ranges, count: int) -> Ranges:
+    """The ranges without their first `count` bytes.
+
+    >>> _after(((0, 4), (8, 12)), 5)
+    ((9, 12),)
+    """
+    out = []
+    for start, stop in ranges:
+        out.append((min(stop, start + count), stop))
+        count = max(0, count - (stop - start))
+    return normal(out)
 
 
 def _firsts(parts: Iterable[Part]) -> tuple[str, ...]:

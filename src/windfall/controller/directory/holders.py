@@ -66,11 +66,11 @@ class Part(NamedTuple):
 @dataclass(slots=True)
 class Reading:
     need: Ranges
-    """What it lacked when it began."""
+    """What it lacked when it began, or when it last asked. It knows itself what it has got since."""
     received: int = 0
-    """Bytes of `need` that it has by now: the first ones."""
+    """Bytes of the file that it has got in this load, by its last report."""
     parts: tuple[Part, ...] = ()
-    """Where it gets what is missing. Empty: no source is known, unless nothing is missing."""
+    """Where it gets what it needs. Empty: no source is known, or it needs nothing."""
     avoid: set[str] = field(default_factory=set)
     """Sources that stalled or did not have the file. It gets them only if there is no other."""
     importing: bool = False
@@ -78,17 +78,8 @@ class Reading:
 
     @property
     def unfed(self) -> bool:
-        """It lacks something, and has no source for it."""
-        return not self.parts and bool(self.missing)
-
-    @property
-    def missing(self) -> Ranges:
-        left, out = self.received, []
-        for start, stop in self.need:
-            if left < stop - start:
-                out.append((start + left, stop))
-            left = max(0, left - (stop - start))
-        return tuple(out)
+        """It needs something, and has no source for it."""
+        return bool(self.need) and not self.parts
 
 
 @dataclass(slots=True)
@@ -149,6 +140,11 @@ class Contacts:
         if holder.machine:
             self.machines.setdefault(holder.machine, {})[holder.id] = None
 
+    def forgive(self, id: str) -> None:
+        """Forget what was reported about a holder."""
+        self.dropped.discard(id)
+        self._failed.pop(id, None)
+
     def remove(self, id: str) -> None:
         """Forget a holder with what was reported about it and by it."""
         holder = self.holders.pop(id, None)
@@ -156,8 +152,7 @@ class Contacts:
             del self.machines[holder.machine][id]
             if not self.machines[holder.machine]:
                 del self.machines[holder.machine]
-        self.dropped.discard(id)
-        self._failed.pop(id, None)
+        self.forgive(id)
         for reports in self._failed.values():
             reports.pop(id, None)
 

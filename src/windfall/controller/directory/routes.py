@@ -65,7 +65,7 @@ class SourceChoice:
     slow: frozenset[str] = frozenset()
 
     def route(self, me: WeightHolder, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
-        """Parts that cover all that is missing; none if no sources do."""
+        """Parts that cover all that it needs; none if no sources do."""
         unfit = known.unfit()
         parts = self._cover(_Search(self, me, known, unfit, reading.avoid), reading)
         if not parts and reading.avoid:
@@ -74,10 +74,10 @@ class SourceChoice:
 
     def _cover(self, search: _Search, reading: Reading) -> tuple[Part, ...]:
         parts: list[Part] = []
-        for missing in reading.missing:
-            pieces = _pieces(search.known, *missing)
-            whole = search.sources(*missing, outside=False) if len(pieces) > 1 else ()
-            for start, stop in (missing,) if whole else pieces:
+        for need in reading.need:
+            pieces = _pieces(search.known, *need)
+            whole = search.sources(*need, outside=False) if len(pieces) > 1 else ()
+            for start, stop in (need,) if whole else pieces:
                 found = whole or search.sources(start, stop, outside=True)
                 if not found:
                     return ()

@@ -89,15 +89,16 @@ class Traffic:
     readers: int = 0
     """Those of them that have it by now."""
     bytes: Counter[str] = field(default_factory=Counter)
-    """By kind: trainer, peer, machine, bucket, and across for those between regions, which count twice."""
+    """By kind: trainer, peer, machine and bucket; beside these `across`, between regions, and `upload`."""
     usd: float = 0.0
+    """What they cost."""
     half_s: float | None = None
     all_s: float | None = None
 
-    def add(self, reader: WeightHolder, source: WeightHolder, count: int, prices: TrafficPrices) -> None:
+    def add(self, reader: WeightHolder, source: WeightHolder, count: int, usd: float) -> None:
         self.bytes["machine" if reader.shares_machine(source) else source.kind] += count
         self.bytes["across"] += count if reader.across(source) else 0
-        self.usd += count / 1e9 * prices.usd_per_gb(reader, source)
+        self.usd += usd
 
     def ready(self, reader: str, now_s: float) -> bool:
         """A worker has the version. Whether it was the last."""
@@ -112,7 +113,7 @@ class Traffic:
         return not self.waiting
 
     def describe(self) -> dict[str, Any]:
-        kinds = ("trainer", "peer", "machine", "bucket", "across")
+        kinds = ("trainer", "peer", "machine", "bucket", "upload", "across")
         return {
             "version": self.version,
             "readers": self.readers,

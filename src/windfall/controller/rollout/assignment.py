@@ -26,7 +26,7 @@ class Offer:
 
     version: int
     digest: str
-    url: str
+    url: str = ""
 
 
 def work_frames(entries: Sequence[LedgerEntry], *, exact: bool = True) -> Iterator[tuple[m.Work, ...]]:

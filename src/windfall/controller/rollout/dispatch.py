@@ -20,11 +20,14 @@ from typing import Any, Literal, Protocol
 from windfall import errors
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
+from windfall.controller.directory.directory import Directory
+from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.controller.rollout.assignment import Offer, work_frames
 from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
+from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
 from windfall.controller.scheduling.placement import Placement
@@ -82,6 +85,7 @@ class Dispatch:
         placement: type[Placement] = Placement,
         order: Literal["context", "fifo"] = "fifo",
         step_groups: int = 0,
+        directory: Directory | None = None,
     ) -> None:
         """`staleness`, `on_new_weights`, `borrowed_max` and `order`: as in the recipe. `step_groups`: groups of a
         step."""
@@ -109,7 +113,11 @@ class Dispatch:
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
         finish = on_new_weights == "finish"
-        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain, finish=finish)
+        directory = directory or Directory(TrafficPrices())
+        self.weights = WeightRoutes(directory, self.accounts, events, self._send)
+        self.loading = Loading(
+            self.members, self.weights, self.accounts, events, self._send, self.drain, finish=finish
+        )  # fmt: skip
         self.borrowing = Borrowing(borrowed_max)
         self._migration = t.migration
         self.drain_timers: dict[str, asyncio.TimerHandle] = {}
@@ -211,6 +219,7 @@ class Dispatch:
         shown = {"device": lease.device, "usd_per_h": usd_per_h, "price_from": price.label, "age_s": now - started}
         self._events.instant("worker_joined", worker=id, lease=lease.kind, **shown)
         sender = self._outbox.open(id, link)
+        self.weights.join(member, hello, link.peer)
         self._schedule_soon()
         why = "cancelled"
         try:
@@ -239,7 +248,9 @@ class Dispatch:
             case m.Tokens():
                 self._accept(member, message)
             case m.Stats():
-                pass  # `members.seen` has it
+                self.weights.progress(member, message)
+            case m.AskRoute():
+                self.weights.ask(member, message)
             case m.Capacity():
                 if self.borrowing.report(member, message, now):
                     self._schedule_soon()
@@ -427,6 +438,7 @@ class Dispatch:
         name, s = "worker_left" if drained else "worker_lost", now - member.joined_s
         self._events.instant(name, worker=id, why=why, moved=len(entries), kept_tokens=tokens, s=s)
         self._outbox.close(id, why)
+        self.weights.leave(id)
         self._schedule_soon()
 
     async def watch(self) -> None:

@@ -23,6 +23,7 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger.episode import Malformed
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.assignment import Offer
+from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.members import Member, Members, VersionWindow, WorkerState
 from windfall.errors import WindfallError
@@ -42,6 +43,7 @@ class Loading:
     def __init__(
         self,
         members: Members,
+        weights: WeightRoutes,
         accounts: Accounts,
         events: EventLog,
         send: Callable[[str, object], None],
@@ -52,6 +54,7 @@ class Loading:
         """`finish`: a worker with responses finishes them before it loads a new version."""
         self._finish = finish
         self._members = members
+        self._weights = weights
         self._accounts = accounts
         self._events = events
         self._send, self._drain = send, drain
@@ -65,7 +68,8 @@ class Loading:
         there is work for them; above 0, at once if running responses are interrupted, otherwise when idle (`needed`).
         Lenders load it if the run may use them. The trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
-        outdated = self._members.outdated(self.window, needed=needed)
+        offered = self._weights.directory.offered()
+        outdated = self._members.outdated(self.window, needed=needed, offered=offered)
         lends = any(member.lends for member in outdated)
         usable = {w.id for w in borrowing.usable(self._members.here(), now)} if lends else set()
         for member in outdated:
@@ -83,9 +87,10 @@ class Loading:
 
     def request(self, member: Member) -> None:
         """Ask a worker to load the offered version."""
-        if self.offer is not None:
-            member.requested = (self.offer.version, self.offer.digest)
-            self._send(member.id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
+        if (offer := self.offer) is not None:
+            member.requested = (offer.version, offer.digest)
+            files = self._weights.load(member, offer.digest)
+            self._send(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url, files=files))
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)
@@ -97,6 +102,7 @@ class Loading:
         if message.slots < 1 or message.version < 0 or message.longest < 0:
             capacity = f"{message.slots} slots and room for {message.longest} tokens"
             raise Malformed(f"loaded version {message.version} with {capacity}")
+        self._weights.loaded(member, message)
         member.longest = min(member.longest, message.longest or math.inf)
         member.kv_tokens = 0 if member.lends else max(0, message.kv_tokens)
         if not self.window.allows(message.version, message.digest):
@@ -122,6 +128,7 @@ class Loading:
         return True
 
     def failed(self, member: Member, message: m.LoadFailed) -> None:
+        self._weights.failed(member, message.version)
         member.failed += self.served()
         self._events.instant("load_failed", worker=member.id, version=message.version, why=message.why[:MAX_CHARS])
         if member.failed >= LOAD_TRIES:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -202,6 +202,8 @@ class Member:
     """False for a lender from which the run does not borrow at the moment (controller/scheduling/borrowing.py)."""
     requested: tuple[int, str] = (-1, "")
     """Version and digest that it was last asked to load."""
+    pulled_before: int = 0
+    """Bytes of weights that it had received when it was asked to load, by its last Stats."""
     failed: int = 0
     """Failed loads in a row."""
     pull_started_s: float = 0.0
@@ -420,13 +422,14 @@ class Members:
             if m.state is WorkerState.READY and not m.suspect and window.allows(m.version, m.digest)
         ]  # fmt: skip
 
-    def outdated(self, window: VersionWindow, *, needed: bool) -> list[Member]:
+    def outdated(self, window: VersionWindow, *, needed: bool, offered: Collection[str] = ()) -> list[Member]:
         """Workers that do not hold the newest version and should pull it: new workers at once, others if `needed`. A
-        pull of a version that is still served and allowed is not abandoned for a newer one."""
+        pull of a version that is allowed is not abandoned for a newer one while its weights are `offered` (digests; the
+        newest two, if none are known)."""
         here = self._here.values()
         if not needed:
             return [m for m in here if m.state is WorkerState.JOINING]
-        served = {window.newest, window.newest - 1}
+        offered = offered or {d for v, d in window.digests.items() if v >= window.newest - 1}
         ready, newest = WorkerState.READY, (window.newest, window.digests.get(window.newest))
         idle = ((-1, ""), newest)
         here = [m for m in here if m.state is not ready or (m.version, m.digest) != newest or m.requested not in idle]
@@ -434,7 +437,7 @@ class Members:
             m for m in here
             if m.state is WorkerState.JOINING
             or (m.state is WorkerState.READY and not window.is_newest(m.version, m.digest) and not m.loading)
-            or (m.loading and not (m.requested[0] in served and window.allows(*m.requested)))
+            or (m.loading and not (m.requested[1] in offered and window.allows(*m.requested)))
         ]  # fmt: skip
 
     def check(self) -> None:

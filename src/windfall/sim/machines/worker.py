@@ -188,7 +188,7 @@ class SimWorker:
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
-            case m.SiblingTokens():
+            case m.SiblingTokens() | m.Routed():
                 pass  # what a draft saves is part of the simulated speed
             case _:
                 raise AssertionError(f"{self.spec.name}: unexpected message {type(message).__name__}")

@@ -1,0 +1,98 @@
+"""Between the directory and everyone else: tells it what workers and the trainer report, and sends what it decides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+
+from windfall.controller.cost.accounts import Accounts
+from windfall.controller.directory.directory import Directory
+from windfall.controller.directory.holders import WeightHolder
+from windfall.controller.ledger.episode import Malformed
+from windfall.controller.scheduling.members import Member
+from windfall.events.log import EventLog
+from windfall.link import messages as m
+from windfall.link.base import clip
+
+
+class WeightRoutes:
+    """The trainer's own engine is no reader: it has the trainer's weights."""
+
+    def __init__(
+        self, directory: Directory, accounts: Accounts, events: EventLog, send: Callable[[str, object], None]
+    ) -> None:
+        self.directory = directory
+        self._accounts, self._events, self._send = accounts, events, send
+
+    # The trainer
+
+    def publish(self, files: m.PublishedFiles) -> None:
+        self.directory.publish(files, asyncio.get_running_loop().time())
+        self._pass_on()
+
+    def uploaded(self, message: m.Uploaded) -> None:
+        self.directory.uploaded(message.file, message.bytes, failed=bool(message.error))
+        about = {"file": message.file, "bytes": message.bytes, "s": message.s, "error": clip(message.error)}
+        self._events.instant("bucket_upload", **about)
+        self._pass_on()
+
+    # Workers
+
+    def join(self, member: Member, hello: m.Hello, seen: str) -> None:
+        """`seen`: the worker's address, as the controller sees it."""
+        if not member.local:
+            region, machine = hello.lease.region, hello.machine
+            at = {"location": hello.location, "seen": seen, "own": hello.own_address}
+            holder = WeightHolder(id=member.id, kind="peer", region=region, machine=machine, **at)
+            self.directory.join(holder, hello.holds)
+            self._pass_on()
+
+    def leave(self, id: str) -> None:
+        self.directory.leave(id)
+        self._pass_on()
+
+    def load(self, member: Member, digest: str) -> tuple[m.FileRoute, ...]:
+        """What the worker is to read for these weights."""
+        if member.local:
+            return ()
+        member.pulled_before = member.stats.pulled_bytes if member.stats is not None else 0
+        files = self.directory.load(member.id, digest)
+        self._pass_on()
+        return files
+
+    def ask(self, member: Member, message: m.AskRoute) -> None:
+        self._check(member, message.used)
+        if message.received < 0:
+            raise Malformed(f"has received {message.received} bytes of a file")
+        route = self.directory.ask(member.id, message.file, message.used, message.received)
+        self._send(member.id, m.Routed(file=message.file, route=route))
+        self._pass_on()
+
+    def progress(self, member: Member, stats: m.Stats) -> None:
+        self.directory.progress(member.id, stats.pulled_bytes - member.pulled_before)
+
+    def loaded(self, member: Member, message: m.Loaded) -> None:
+        if not member.local:
+            self._check(member, message.used)
+            now_s = asyncio.get_running_loop().time()
+            self.directory.loaded(member.id, message.digest, message.used, now_s, message.apply_s)
+            self._pass_on()
+
+    def failed(self, member: Member, version: int) -> None:
+        """The worker cannot load this version."""
+        if version == member.requested[0]:  # otherwise it has been asked for a newer one since
+            self.directory.stopped(member.id)
+            self._pass_on()
+
+    def _check(self, member: Member, used: Iterable[m.SourceUse]) -> None:
+        if member.local or not all(use.bytes >= 0 and 0 <= use.s < math.inf for use in used):
+            raise Malformed("reports impossible reads of weights")
+
+    def _pass_on(self) -> None:
+        """Send and log what the last call has changed."""
+        for reader, changed in self.directory.routed():
+            self._send(reader, m.Routed(file=changed.file.digest, route=changed.route))
+        for name, fields in self.directory.events():
+            (self._events.scalar if name == "weights" else self._events.instant)(name, **fields)
+        self._accounts.traffic_usd = self.directory.usd

@@ -8,7 +8,6 @@ last fault, the run completes one more step, or several if steps overlap; then i
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -282,9 +281,8 @@ class FaultInjector:
                 worker.freeze()
                 later(fault.s, worker.thaw if fault.s < FOREVER_S else partial(self._replace_machine, node, worker))
             case "slow":
-                before = worker.spec
-                worker.spec = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOW_FACTOR)
-                later(fault.s, setattr, worker, "spec", before)
+                worker.store.down_per_s = worker.spec.down_per_s / SLOW_FACTOR
+                later(fault.s, setattr, worker.store, "down_per_s", worker.spec.down_per_s)
             case "reject":
                 link_faults.pending["reject"] = 1
                 later(fault.s, self._end_reject, node)

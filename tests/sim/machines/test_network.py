@@ -62,11 +62,9 @@ def ended(plans: list[Plan], links: Mapping[str, float]) -> dict[int, float]:
         for number, plan in sorted(enumerate(plans), key=lambda n: n[1].at_s):
             await asyncio.sleep(plan.at_s - loop.time())
             leader = flows[plan.leader] if plan.leader is not None and plan.leader not in out else None
-            flow = Flow(
-                count_bytes=plan.count, links={link: links[link] for link in plan.links}, leader=leader,
-                chunk_bytes=CHUNK, late_s=plan.late_s, done=partial(lambda n: out.update({n: loop.time()}), number),
-            )  # fmt: skip
-            flows[number] = net.start(flow)
+            done = partial(lambda n: out.update({n: loop.time()}), number)
+            flow = flows[number] = Flow(count_bytes=plan.count, chunk_bytes=CHUNK, done=done)
+            net.send(flow, {link: links[link] for link in plan.links}, leader=leader, late_s=plan.late_s)
         await asyncio.sleep(1000)
         return out
 
@@ -121,20 +119,26 @@ def test_chain_is_a_pipeline() -> None:
     assert last - third == pytest.approx(0.5 + CHUNK / 9)
 
 
-def test_stopped_flow_leaves_its_bandwidth() -> None:
-    async def main(loop: VirtualLoop) -> tuple[float, float]:
+def test_paused_flow_leaves_its_bandwidth_and_goes_on_elsewhere() -> None:
+    async def main(loop: VirtualLoop) -> list[float]:
         net, out = Network(), list[float]()
-        stopped = net.start(Flow(count_bytes=9.0, links={"up": 2.0}, done=lambda: out.append(-1.0)))
-        other = net.start(Flow(count_bytes=9.0, links={"up": 2.0}, done=lambda: out.append(loop.time())))
+        stopped = Flow(count_bytes=9.0, done=lambda: out.append(-1.0))
+        other = Flow(count_bytes=9.0, done=lambda: out.append(loop.time()))
+        follower = Flow(count_bytes=9.0, chunk_bytes=1.0, done=lambda: out.append(loop.time()))
+        net.send(stopped, {"up": 2.0})
+        net.send(other, {"up": 2.0})
+        net.send(follower, {"own": 9.0}, leader=stopped)
         await asyncio.sleep(1.0)
-        net.stop(stopped)
+        net.send(stopped, {})
         await asyncio.sleep(1.0)
-        left = other.left_bytes
+        assert (other.left_bytes, stopped.left_bytes, follower.left_bytes) == pytest.approx((6.0, 8.0, 9.0))
         await asyncio.sleep(100.0)
-        assert len(out) == 1
-        return left, out[0]
+        assert out == pytest.approx([5.0]), "its follower waits"
+        net.send(stopped, {"other": 4.0})
+        await asyncio.sleep(100.0)
+        return out
 
-    assert loops.run(main) == (pytest.approx(6.0), pytest.approx(5.0))
+    assert loops.run(main) == pytest.approx([5.0, -1.0, 102.0 + 2.0 + 1.0 / 9.0])
 
 
 @pytest.mark.parametrize("fan_out", [1, 4])

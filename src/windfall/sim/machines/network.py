@@ -59,21 +59,26 @@ def shares(flows: Mapping[F, Collection[str]], links: Mapping[str, float], leade
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Flow:
+    """All bytes of a file for one reader, whichever way they take."""
+
     count_bytes: float
-    links: Mapping[str, float]
-    """Bandwidths by link. Empty when all bytes were sent."""
     done: Callable[[], None]
     """Called `late_s` after the last byte was sent."""
+    chunk_bytes: float = 0.0
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Bandwidths by link. None: it pauses, or has ended."""
     late_s: float = 0.0
     leader: Flow | None = None
     """The flow that it follows, until that one ends."""
-    chunk_bytes: float = 0.0
-    followers: list[Flow] = field(default_factory=list)
+    followers: dict[Flow, None] = field(default_factory=dict)
     per_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    waits_bytes: float = 0.0
+    waits_bytes: float = field(init=False)
     """What it waits for: the missing bytes, and the first chunk of its leader as if that had to be read, too."""
     updated_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.waits_bytes = self.count_bytes
 
     def advance(self) -> float:
         now_s = asyncio.get_running_loop().time()
@@ -100,26 +105,29 @@ class Network:
         self._changed: list[Flow] = []
         """Flows that need a new rate, or one of those that share a link with them."""
 
-    def start(self, flow: Flow) -> Flow:
-        flow.waits_bytes, flow.updated_s = flow.count_bytes, asyncio.get_running_loop().time()
-        if flow.leader is not None:
-            flow.waits_bytes = max(flow.count_bytes, flow.leader.advance() + flow.chunk_bytes)
-            flow.late_s += flow.leader.late_s
-            flow.leader.followers.append(flow)
-        for link in flow.links:
+    def send(self, flow: Flow, links: Mapping[str, float], *, leader: Flow | None = None, late_s: float = 0.0) -> None:
+        """Send the rest of a flow over these links, by name and bandwidth. Without links it pauses."""
+        self._take_off(flow)
+        flow.waits_bytes, flow.late_s, flow.links = flow.left_bytes, late_s, links
+        if leader is not None and leader.advance() > 0:
+            flow.waits_bytes = max(flow.waits_bytes, leader.waits_bytes + flow.chunk_bytes)
+            flow.late_s += leader.late_s
+            flow.leader = leader
+            leader.followers[flow] = None
+        for link in links:
             self._users.setdefault(link, {})[flow] = None
-        self._share_soon([flow])
-        return flow
+        self._share_soon([flow, *flow.followers])
 
-    def stop(self, flow: Flow) -> None:
+    def _take_off(self, flow: Flow) -> None:
+        flow.advance()
         if flow.timer is not None:
             flow.timer.cancel()
-        for follower in flow.followers:
-            follower.leader = None
+        if flow.leader is not None:
+            del flow.leader.followers[flow]
         for link in flow.links:
             del self._users[link][flow]
-        self._share_soon([*flow.followers, *(user for link in flow.links for user in islice(self._users[link], 1))])
-        flow.links, flow.per_s = {}, 0.0
+        self._share_soon([user for link in flow.links for user in islice(self._users[link], 1)])
+        flow.links, flow.per_s, flow.leader = {}, 0.0, None
 
     def _share_soon(self, flows: Collection[Flow]) -> None:
         """Compute the rates once for all flows that start at the same moment, for example with a new version."""
@@ -139,11 +147,11 @@ class Network:
         for flow in rates:
             if flow.timer is not None:
                 flow.timer.cancel()
-            left_s = max(0.0, flow.waits_bytes / flow.per_s)
+            left_s = max(0.0, flow.waits_bytes / flow.per_s) if flow.per_s else math.inf
             faster = flow.per_s - flow.leader.per_s if flow.leader is not None else 0.0
             if 0 < flow.gap_bytes < faster * left_s:
                 flow.timer = call_later(max(MOMENT_S, flow.gap_bytes / faster), self._share_soon, [flow])
-            else:
+            elif flow.per_s:
                 flow.timer = call_later(left_s, self._sent, flow)
 
     def _rates(self, changed: list[Flow], *, deep: bool) -> dict[Flow, float]:
@@ -160,13 +168,17 @@ class Network:
             if flow.leader in used and not flow.gap_bytes:
                 leaders[flow] = flow.leader
             elif flow.leader is not None and not flow.gap_bytes:  # as good as a link: its rate stays
-                used[flow].append(link := f"behind {id(flow)}")
+                used[flow].append(link := f"behind {len(links)}")
                 links[link] = flow.leader.per_s
         rates = shares(used, links, leaders)
         return {flow: rates[flow] for flow in used}
 
     def _sent(self, flow: Flow) -> None:
-        self.stop(flow)
+        self._take_off(flow)
+        flow.waits_bytes = 0.0
+        for follower in flow.followers:
+            follower.leader = None
+        self._share_soon(flow.followers)
         if flow.late_s:
             flow.timer = asyncio.get_running_loop().call_later(flow.late_s, flow.done)
         else:

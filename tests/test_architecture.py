@@ -96,6 +96,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "run/liveness.py",
     "run/gpu_assignment.py",
     "run/views/long_responses.py",
+    "run/views/moved_weights.py",
     "controller/cost/prices.py",
     "controller/cost/bill.py",
     "controller/cost/accounts.py",

@@ -39,6 +39,12 @@ class Lease:
     price_usd_per_h: float = 0.0
 
 
+ZONE_USD_PER_GB = 0.02
+"""Dollars per GB between two regions or zones, unless the recipe or the cluster says otherwise: what large clouds
+charge between zones (0.01 in each direction) and between near regions. Between continents, or over the internet, it is
+0.05 to 0.09."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """What an engine can do. A worker reports it to its controller, which decides accordingly."""

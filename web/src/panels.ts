@@ -89,7 +89,7 @@ const sum = (amounts: Record<string, number>): number => Object.values(amounts).
 const percent = (share: number): string => `${(100 * share).toFixed(1)} %`;
 const change = (now: number | null, then: number | null): string => (now && then ? `${then >= now ? "+" : ""}${((100 * then) / now - 100).toFixed(0)} %` : "–");
 
-const HOLDERS = ["trainer", "reserved", "spot", "borrowed"];
+const HOLDERS = ["trainer", "reserved", "spot", "borrowed", "traffic"];
 
 // What one kind of machine cost, and what came of it.
 function holderCard(holder: string, m: Money): HTMLElement {
@@ -98,6 +98,7 @@ function holderCard(holder: string, m: Money): HTMLElement {
   const busy = (a.seconds.training ?? 0) + (a.seconds.paused ?? 0), did = holder === "trainer" && !a.tokens ? `${duration(seconds)}; ${((100 * busy) / (seconds || 1)).toFixed(0)} % training` : `${number(a.tokens)} tokens in ${duration(seconds)} of machines; ${(100 * worked).toFixed(0)} % generating`;
   const facts = [did, lost > 0 ? `${(100 * lost).toFixed(1)} % lost` : ""];
   if (holder === "borrowed" && m.borrowed) facts.push(`${(100 * m.borrowed.share).toFixed(0)} % of all tokens${m.borrowed.saved_usd !== null ? `; saved ${dollars(m.borrowed.saved_usd)} at the price of ${clip(m.borrowed.priced_as, 40)}` : ""}`);
+  if (holder === "traffic") return card("traffic", dollars(usd), "of weights between regions and out of the bucket");
   return card(holder === "trainer" ? "trainer's machine" : `${holder} workers`, usd === null ? "no price" : dollars(usd), facts.filter(Boolean).join("; "));
 }
 

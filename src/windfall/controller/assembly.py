@@ -145,6 +145,7 @@ class ControllerLife:
             return await loop.run()
         finally:
             watch_stop.cancel()
+            self.dispatch.weights.end_run()
 
     async def log_activities(self) -> None:
         """Log what workers do, forever."""

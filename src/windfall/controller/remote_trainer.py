@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from windfall.controller.directory import updates
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.errors import WindfallError
 from windfall.link import messages as m
@@ -109,8 +110,10 @@ class RemoteTrainer:
         return self._published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
 
     def _published(self, reply: m.PublishedVersion) -> NewVersion:
-        self.weights = reply.weights
-        return NewVersion(version=reply.version, digest=reply.digest, update_bytes=reply.update_bytes)
+        self.weights, update_bytes = reply.weights, reply.update_bytes
+        if reply.weights is not None:
+            update_bytes = min((f.nbytes for f in reply.weights.files if updates.result(f) == reply.digest), default=0)
+        return NewVersion(version=reply.version, digest=reply.digest, update_bytes=update_bytes)
 
     async def _ask(self, message: object, expected: type[Any]) -> Any:
         link, replies = self._link, self._replies

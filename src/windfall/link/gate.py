@@ -66,8 +66,8 @@ class Gate:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name must be 1 to 64 printable characters without '#'")
-        elif max(map(len, (hello.lease.device, hello.lease.region, hello.digest))) > 128:
-            await self._refuse(link, "the device, region or digest is longer than 128 characters")
+        elif max(map(len, (hello.lease.device, hello.lease.region, hello.digest, hello.location, hello.machine))) > 128:
+            await self._refuse(link, "the device, region, digest, location or machine is longer than 128 characters")
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
         elif hello.lends and not self._borrows:

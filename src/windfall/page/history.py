@@ -24,7 +24,7 @@ import msgspec
 from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.steady_time import SteadyTime
 from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, TRAINER, Timeline, clean
-from windfall.run.views import long_responses
+from windfall.run.views import long_responses, moved_weights
 
 Event = dict[str, Any]
 
@@ -44,6 +44,7 @@ PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
     "no_room", "work_rejected", "engine_gap", "kv_dtype", "reward_missing", "task_skipped", "update_skipped", "refused",
     "checkpoint_damaged", "journal_lost", "log_gap", "eval_warning", "sink_dropped",
+    "source_dropped",
 }  # fmt: skip
 ALIVE = {
     "activity", "advice", "checkpoint", "eval", "plan", "rollout", "step", "train", "trainer_lost", "trainer_ready",
@@ -85,6 +86,8 @@ class RunHistory:
         self.staleness = [0] * MAX_STALENESS
         self.notes: list[str] = []
         """Sentences about the last step."""
+        self._weights = ""
+        """A sentence about the last version."""
         self.facts: dict[str, Any] = {}
         """The fields of the event `start`."""
         self.step = self.lost = 0
@@ -110,6 +113,7 @@ class RunHistory:
             "worker_well": self._well, "worker_lost": self._gone, "worker_left": self._gone, "activity": self._activity,
             "train": self._train, "checkpoint": self._checkpoint, "advice": self._advise, "end": self._end,
             "trainer_ready": self._trainer_ready, "trainer_lost": self._trainer_lost, "worker_warned": self._warned,
+            "weights": self._moved,
         }  # fmt: skip
 
     def add(self, event: Event) -> None:
@@ -193,8 +197,11 @@ class RunHistory:
         if self.simulated:
             values |= dict.fromkeys(LEARNED)
         self._append(values)
-        notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}))
+        notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}), self._weights)
         self.notes = [clean(note, MAX_TEXT) for note in notes if note]
+
+    def _moved(self, e: Event) -> None:
+        self._weights = f"weights: {moved}" if (moved := moved_weights.of_version(e)) else ""
 
     def _append(self, values: dict[str, float | None]) -> None:
         steps = self.series["step"]

@@ -17,7 +17,7 @@ from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, D
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
 from windfall.recipe.section_base import Beta, BucketUrl, Count, Device, Endpoint, FilePath, Section, Share, with_parts
-from windfall.types import Sampling
+from windfall.types import ZONE_USD_PER_GB, Sampling
 
 
 class RunSection(Section):
@@ -301,7 +301,7 @@ class WeightsSection(Section):
     """Region of the trainer. Workers in another region (their lease's) count as behind a wide link."""
     upload_gbit_per_s: float = Field(default=0.0, ge=0)
     """Upper limit for what one worker sends to others, in Gbit/s. 0 sets none."""
-    across_regions_usd_per_gb: float = Field(default=0.02, ge=0)
+    across_regions_usd_per_gb: float = Field(default=ZONE_USD_PER_GB, ge=0)
     """Price of traffic between two regions in $ per GB, for the bill and for the choice of sources."""
     bucket_usd_per_gb: float = Field(default=0.0, ge=0)
     """Price of reading from the bucket in $ per GB, for the bill and for the choice of sources."""

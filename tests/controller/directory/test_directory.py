@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import PeerUse, WeightHolder
-from windfall.controller.directory.routes import CHUNK_BYTES, LATENCY_S, MAX_FAN_OUT, chunk_bytes, fan_out
+from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
 
@@ -98,7 +98,7 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
         d.join(worker(name, region))
     d.publish(published(file), 0.0)
     routes = {name: d.load(name, "v")[0].route for name in data.draw(st.permutations(names))}
-    limit = fan_out(len(names) + 1, file.nbytes, chunk_bytes(file.nbytes), 1e9, LATENCY_S)
+    limit = fan_out(len(names) + 1, file.nbytes, 1e9)
     for dying in [None, *data.draw(st.lists(st.sampled_from(names), unique=True, max_size=5))]:
         if dying is not None:
             d.leave(dying)
@@ -113,10 +113,9 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
 
 
 def test_a_small_file_makes_a_tree_and_a_large_one_a_chain() -> None:
-    assert fan_out(16, 16 * GB, CHUNK_BYTES, 1e9, 0.001) == 1
-    assert 2 <= fan_out(1000, 10**6, CHUNK_BYTES, 1e9, 0.01) <= MAX_FAN_OUT
-    assert fan_out(1, 10**6, CHUNK_BYTES, 1e9, 0.01) == 1
-    assert [chunk_bytes(n) for n in (1, 64 << 30, (64 << 30) + 1)] == [4 << 20, 4 << 20, 8 << 20]
+    assert fan_out(16, 16 * GB, 1e9) == 1
+    assert 2 <= fan_out(1000, 10**6, 1e9) <= MAX_FAN_OUT
+    assert fan_out(1, 10**6, 1e9) == 1
 
 
 def complain(d: Directory, reader: str, source: str, why: Any) -> list[str]:
@@ -215,6 +214,8 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     assert complain(d, "a", "s3://b", "stalled") == []
     assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
+    d.uploaded("v1", 5, failed=False)  # the second attempt
+    assert [firsts(each.route) for _, each in d.routed()] == [["s3://b"]]
 
 
 def test_a_trainer_that_connects_again_may_be_reached_now() -> None:
@@ -318,14 +319,22 @@ def test_traffic_of_a_version() -> None:
     assert sources == {"a": "trainer", "b": "a", "c": "b", "e": "trainer"}
     for n, id in enumerate("abce"):
         d.loaded(id, "v1", [SourceUse(source=sources[id], bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
-    weights = dict(d.events())["weights"]
+    assert d.traffic is not None
+    weights = d.traffic.describe()
     assert weights == {
         "version": 1, "readers": 4, "full_bytes": 16 * GB, "delta_bytes": 0, "trainer_bytes": 32 * GB,
         "peer_bytes": 16 * GB, "machine_bytes": 16 * GB, "bucket_bytes": 0, "upload_bytes": 0, "across_bytes": 16 * GB,
         "usd": pytest.approx(0.32), "half_s": 20.0, "all_s": 40.0,
     }  # fmt: skip
-    assert d.traffic is not None
-    assert d.traffic.describe() == weights
+    d.join(worker("late"))
+    d.load("late", "v1")
+    d.loaded("late", "v1", (), 90.0)
+    d.events()
+    d.publish(published(V2, version=2), 100.0)
+    assert d.events() == [("weights", weights | {"readers": 5})]
+    d.leave("a")
+    d.publish(published(V1, version=3), 101.0)
+    assert d.events() == [], "nobody has read it"
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

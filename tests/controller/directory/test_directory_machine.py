@@ -198,9 +198,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert used[0].source not in [s.id for s in worker.routes[file].sources]
 
     def _ask(self, worker: Worker, file: str, used: tuple[SourceUse, ...]) -> None:
-        route = self.directory.ask(worker.holder.id, file, used, worker.received[file])
-        worker.routes[file] = route
         missing = worker.missing(file)
+        received = missing[0][0] if missing else worker.files[file].nbytes
+        route = self.directory.ask(worker.holder.id, file, used, received)
+        worker.routes[file] = route
         if missing and route.parts:
             assert covers(normal((p.start, p.stop) for p in route.parts), missing)
             assert route.parts[0].start == missing[0][0]  # it goes on at its first missing byte

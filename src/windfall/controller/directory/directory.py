@@ -25,24 +25,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windfall.controller.directory import updates
 from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
-from windfall.controller.directory.routes import LATENCY_S, SourceChoice, chunk_bytes, fan_out
+from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
-from windfall.link.messages import (
-    FileRef,
-    FileRoute,
-    Holding,
-    PublishedFiles,
-    Ranges,
-    ReadRoute,
-    RoutePart,
-    SourceRef,
-    SourceUse,
-)
-from windfall.weights.slices import covers, normal, size, subtract
+from windfall.link import messages as m
+from windfall.weights.slices import covers, normal, subtract
 
 VERIFY_BYTES_PER_S = 4e9
 """First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""
@@ -50,27 +41,37 @@ PACKED = 0.4
 """Size of a packed delta, as a share of a plain one."""
 PACK_S_PER_BYTE = 1 / 0.8e9 + 1 / 3.2e9
 """Packing and unpacking with 8 threads."""
+NO_ROUTE = m.ReadRoute(sources=(), parts=())
+
+
+@dataclass(slots=True)
+class WeightLoad:
+    """What a reader was told to load. A late message about another load changes nothing."""
+
+    wanted: str
+    files: tuple[m.FileRef, ...]
+    """In the order of reading."""
+    received: int = 0
+    """Bytes, by its last report."""
 
 
 class Directory:
     def __init__(self, prices: TrafficPrices, *, peers: PeerUse = "all", region: str = "") -> None:
-        self.region = region
-        """Region of the trainer and the bucket."""
+        """`region`: of the trainer and the bucket."""
         self.newest = ""
         self.traffic: Traffic | None = None
         """Of the newest version."""
         self.usd = 0.0
         """What all versions have cost."""
         self._version = -1
+        self._trainer = WeightHolder(id="", kind="trainer", region=region)
+        """Stands for all machines of the trainer."""
         self._prices = prices
         self._contacts = Contacts(peers)
         self._rates = Rates()
         self._verify_bytes_per_s = VERIFY_BYTES_PER_S
         self._files: dict[str, KnownFile] = {}
-        self._plans: dict[str, tuple[FileRef, ...]] = {}
-        """By reader: the files of its load, in order."""
-        self._wanted: dict[str, str] = {}
-        """By reader: the weights that it loads. A late message about others changes nothing."""
+        self._loads: dict[str, WeightLoad] = {}
         self._copies: dict[str, str] = {}
         """By worker: the weights that it can apply deltas to. It serves them no more once its next load begins."""
         self._routed: dict[tuple[str, str], None] = {}
@@ -80,9 +81,12 @@ class Directory:
 
     # Holders
 
-    def join(self, holder: WeightHolder, holds: Sequence[Holding] = ()) -> None:
+    def knows(self, id: str) -> bool:
+        return id in self._contacts.holders
+
+    def join(self, holder: WeightHolder, holds: Sequence[m.Holding] = ()) -> None:
         self.leave(holder.id)
-        self._contacts.add(holder)
+        self._contacts.holders[holder.id] = holder
         for holding in holds:
             self._known(holding.file.digest).held[holder.id] = normal(holding.ranges) or WHOLE
             if not holding.ranges and not holding.file.after:
@@ -90,13 +94,11 @@ class Directory:
 
     def leave(self, id: str) -> None:
         """A worker or a machine of the trainer (by its location) is gone. Its readers get other routes (`routed`)."""
-        holder = self._contacts.holders.get(id)
-        if holder is None:
+        if not self.knows(id):
             return
-        self._left[id] = holder
-        self._plans.pop(id, None)
+        self._left[id] = self._contacts.holders[id]
+        self._loads.pop(id, None)
         self._copies.pop(id, None)
-        self._wanted.pop(id, None)
         for known in self._files.values():
             known.held.pop(id, None)
             self._end(known, id)
@@ -107,7 +109,7 @@ class Directory:
         if self.traffic is not None:
             self.traffic.waiting.discard(id)
 
-    def publish(self, files: PublishedFiles, now_s: float) -> None:
+    def publish(self, files: m.PublishedFiles, now_s: float) -> None:
         """What the trainer and the bucket hold, all of it. A trainer that connects again says the same, and readers may
         try it again."""
         gone = {id for id, holder in self._contacts.holders.items() if holder.kind != "peer"}
@@ -118,11 +120,10 @@ class Directory:
             for id in gone:
                 known.held.pop(id, None)
         for each in files.holders:
-            at = each.location
-            kind = "bucket" if at == files.bucket else "trainer"
+            at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
             if at not in gone:
-                holder = WeightHolder(id=at, kind=kind, location=at, region=self.region, machine=each.machine)
-                self._contacts.add(holder)
+                about = replace(self._trainer, id=at, kind=kind, location=at, machine=each.machine)
+                self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
                 self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
@@ -132,30 +133,39 @@ class Directory:
         self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for id in sorted(gone):
             self.leave(id)
-        self._repair(self._files.values(), [id for id, h in self._contacts.holders.items() if h.kind != "peer"])
+        self._repair(self._files.values(), [each.location for each in files.holders])
         if files.digest != self.newest:
-            self._begin_version(files, now_s)
+            self.end_version()
+            copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
+            delta = sum(file.nbytes for file in files.files if file.after == files.digest)
+            waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
+            self.newest, self._left = files.digest, {}
+            self.traffic = Traffic(files.version, copy, delta, now_s, waiting)
 
-    def _begin_version(self, files: PublishedFiles, now_s: float) -> None:
-        if self.traffic is not None and self.traffic.all_s is None:
+    def end_version(self) -> None:
+        """The next version comes, or the run ends: write the event of the newest one."""
+        if self.traffic is not None and self.traffic.readers:
             self._events.append(("weights", self.traffic.describe()))
-        sizes = {updates.result(file): file.nbytes for file in files.files if file.after}
-        copy = next((file.nbytes for file in files.files if file.digest == files.digest), 0)
-        waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
-        self.newest = files.digest
-        self.traffic = Traffic(files.version, copy, sizes.get(files.digest, 0), now_s, waiting)
-        self._left = {}
+
+    def uploaded(self, file: str, count: int, *, failed: bool) -> None:
+        """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
+        if self.traffic is not None:
+            self.traffic.bytes["upload"] += count
+        if (known := self._files.get(file)) is not None:
+            buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
+            for id in buckets:
+                known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
+            self._repair([known], buckets)
 
     def _known(self, digest: str) -> KnownFile:
         return self._files.setdefault(digest, KnownFile())
 
     # Readers
 
-    def load(self, reader: str, wanted: str) -> tuple[FileRoute, ...]:
+    def load(self, reader: str, wanted: str) -> tuple[m.FileRoute, ...]:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
         self.stopped(reader)
-        self._wanted[reader] = wanted
         files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
         while (plan := self._plan(reader, wanted, files.values())) is not None:
             readings = [self._find(reader, file) for file in plan]
@@ -164,29 +174,33 @@ class Directory:
                 break
             del files[unread[0].digest]
         else:  # no way has sources now: wait for those of the copy
-            copy = self._known(wanted).file
-            plan = () if copy is None else (copy,)
-            readings = [Reading(self._lacks(self._known(wanted), reader)) for _ in plan]
+            known = self._known(wanted)
+            plan = () if known.file is None else (known.file,)
+            readings = [Reading(self._lacks(known, reader)) for _ in plan]
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
-        return self._begin(reader, plan, readings)
+        return self._begin(reader, wanted, plan, readings)
 
-    def ask(self, reader: str, file: str, used: Sequence[SourceUse], received: int) -> ReadRoute:
-        """A source failed, or the reader needs this file, which its load did not name. `received`: bytes of it."""
-        known, wanted = self._files.get(file), self._files.get(self._wanted.get(reader, ""))
-        of_load = wanted is not None and wanted.file is not None and file in _names(wanted.file)
-        if known is None or known.file is None or (reader not in known.readings and not of_load):
-            return ReadRoute(sources=(), parts=())
-        if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
-            self.stopped(reader)
+    def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:
+        """A source failed, or the reader needs this file, which its load did not name. It has the first `received`
+        bytes of it."""
+        load, known = self._loads.get(reader), self._files.get(file)
+        if load is None or known is None or known.file is None:
+            return NO_ROUTE
+        if reader not in known.readings:
+            wanted = self._known(load.wanted).file
+            if wanted is None or file not in _names(wanted):
+                return NO_ROUTE
+            self.stopped(reader)  # the deltas cannot be applied: it has lost its copy
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
             known.held.pop(reader, None)
-            self._begin(reader, (known.file,), [Reading(self._lacks(known, reader))])
+            self._begin(reader, load.wanted, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
-        reading.received, reading.need = received, _after(self._lacks(known, reader), received)
+        self._loads[reader].received = max(received, self._loads[reader].received)
+        reading.need = subtract(self._lacks(known, reader), normal([(0, received)]))
         if not reading.need:  # it lacks something nevertheless
             known.held.pop(reader, None)
-            reading.received, reading.need = 0, self._lacks(known, reader)
+            reading.need = self._lacks(known, reader)
         for use in used:
             self._take(reader, use, known)
         self._set(known, reader, ())
@@ -196,17 +210,15 @@ class Directory:
         return self._route(reading)
 
     def progress(self, reader: str, received: int) -> None:
-        """`received`: bytes of the reader's present load, over all its files, which it reads in order."""
-        for file in self._plans.get(reader, ()):
-            known = self._files[file.digest]
-            reading, total = known.readings[reader], size(self._lacks(known, reader))
-            reading.received = max(reading.received, min(received, total))
-            received = max(0, received - total)
+        """`received`: bytes of the reader's present load, about. The reader with most takes over from an importer."""
+        if reader in self._loads:
+            self._loads[reader].received = received
 
-    def loaded(self, reader: str, digest: str, used: Sequence[SourceUse], now_s: float, apply_s: float = 0.0) -> None:
+    def loaded(self, reader: str, digest: str, used: Sequence[m.SourceUse], now_s: float, apply_s: float = 0.0) -> None:
         """The reader has these weights, and every file of its load. `apply_s`: what applying deltas took."""
-        if self._wanted.get(reader) == digest:
-            for file in self._plans.pop(reader, ()):
+        load = self._loads.get(reader)
+        if load is not None and load.wanted == digest:
+            for file in self._loads.pop(reader).files:
                 self._files[file.digest].held[reader] = WHOLE
                 self._end(self._files[file.digest], reader)
             known = self._files.get(digest)
@@ -219,36 +231,27 @@ class Directory:
             self._take(reader, use, None)
         if failed := [use.source for use in used if use.why]:
             self._repair(self._files.values(), failed)
-        if self.traffic is not None and digest == self.newest and self.traffic.ready(reader, now_s):
-            self._events.append(("weights", self.traffic.describe()))
+        if self.traffic is not None and digest == self.newest:
+            self.traffic.ready(reader, now_s)
 
     def stopped(self, reader: str) -> None:
         """Its load failed or was replaced. Its followers get other routes."""
-        files = [self._files[file.digest] for file in self._plans.pop(reader, ())]
+        load = self._loads.pop(reader, None)
+        files = [self._files[file.digest] for file in load.files] if load is not None else []
         for known in files:
             self._end(known, reader)
         self._repair(files, [reader])
 
-    def uploaded(self, file: str, count: int, *, failed: bool) -> None:
-        """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
-        if self.traffic is not None:
-            self.traffic.bytes["upload"] += count
-        if failed and file in self._files:
-            buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
-            for id in buckets:
-                self._files[file].held.pop(id, None)
-            self._repair([self._files[file]], buckets)
-
     # What others need to know
 
-    def routed(self) -> list[tuple[str, FileRoute]]:
+    def routed(self) -> list[tuple[str, m.FileRoute]]:
         """Routes to send to readers that did not ask, since the last call."""
         changed, self._routed = self._routed, {}
         out = []
         for reader, digest in changed:
             known = self._files.get(digest)
             if known is not None and known.file is not None and reader in known.readings:
-                out.append((reader, FileRoute(file=known.file, route=self._route(known.readings[reader]))))
+                out.append((reader, m.FileRoute(file=known.file, route=self._route(known.readings[reader]))))
         return out
 
     def offered(self) -> frozenset[str]:
@@ -260,7 +263,7 @@ class Directory:
         """Files that must not expire."""
         files = [known.file for known in self._files.values() if known.file is not None]
         out = {self.newest} | {name for name, known in self._files.items() if known.readings}
-        plans: dict[tuple[frozenset[str], float], tuple[FileRef, ...] | None] = {}
+        plans: dict[tuple[frozenset[str], float], tuple[m.FileRef, ...] | None] = {}
         for id, holder in self._contacts.holders.items():
             if holder.kind == "peer":
                 key = frozenset(self._held(id)), self._rate(holder, self.newest)
@@ -271,9 +274,8 @@ class Directory:
 
     def pack(self) -> bool:
         """Whether packed deltas save more time on the slowest link from the trainer than packing takes."""
-        trainer = WeightHolder(id="", kind="trainer", region=self.region)
         workers = (holder for holder in self._contacts.holders.values() if holder.kind == "peer")
-        slowest = min((self._rates.between(worker, trainer) for worker in workers), default=float("inf"))
+        slowest = min((self._rates.between(worker, self._trainer) for worker in workers), default=float("inf"))
         return (1 - PACKED) / slowest > PACK_S_PER_BYTE
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -317,29 +319,24 @@ class Directory:
 
     # Plans
 
-    def _plan(self, reader: str, wanted: str, files: Iterable[FileRef]) -> tuple[FileRef, ...] | None:
+    def _plan(self, reader: str, wanted: str, files: Iterable[m.FileRef]) -> tuple[m.FileRef, ...] | None:
         known = self._files.get(wanted)
         copy = known.file.nbytes if known is not None and known.file is not None else 0
-        return updates.plan(
-            self._held(reader),
-            wanted,
-            files,
-            bytes_per_s=self._rate(self._contacts.holders[reader], wanted),
-            apply_s=copy / self._verify_bytes_per_s,
-        )
+        rate, apply_s = self._rate(self._contacts.holders[reader], wanted), copy / self._verify_bytes_per_s
+        return updates.plan(self._held(reader), wanted, files, bytes_per_s=rate, apply_s=apply_s)
 
     def _held(self, reader: str) -> list[str]:
         """All weights that the reader has complete."""
         whole = [name for name, known in self._files.items() if known.file and not self._lacks(known, reader)]
         return [*whole, *([self._copies[reader]] if reader in self._copies else [])]
 
-    def _lacks(self, known: KnownFile, reader: str) -> Ranges:
+    def _lacks(self, known: KnownFile, reader: str) -> m.Ranges:
         assert known.file is not None
         return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
 
     def _rate(self, me: WeightHolder, wanted: str) -> float:
         """Expected bytes per second: from the nearest complete copy, or else from the trainer."""
-        nearest = WeightHolder(id="", kind="trainer", region=self.region)
+        nearest = self._trainer
         for id, ranges in self._files[wanted].held.items() if wanted in self._files else ():
             holder = self._contacts.holders[id]
             near = me.shares_machine(holder) or holder.region == me.region != nearest.region
@@ -351,26 +348,29 @@ class Directory:
 
     # Routes
 
-    def _choice(self, file: FileRef) -> SourceChoice:
-        here = WeightHolder(id="", kind="peer", region=self.region)
-        rate = self._rates.between(here, here)
-        slots = fan_out(len(self._contacts.holders), file.nbytes, chunk_bytes(file.nbytes), rate, LATENCY_S)
-        return SourceChoice(self._contacts, self._prices, slots, self._rates.slow)
+    def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
+        assert known.file is not None
+        rate = self._rates.between(self._trainer, self._trainer)
+        slots = fan_out(len(self._contacts.holders), known.file.nbytes, rate)
+        me = self._contacts.holders[reader]
+        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known).route(reading)
 
-    def _find(self, reader: str, file: FileRef) -> Reading:
+    def _find(self, reader: str, file: m.FileRef) -> Reading:
         """A reading with its route, which has not begun."""
         known = self._files[file.digest]
         reading = Reading(self._lacks(known, reader))
-        reading.parts = self._choice(file).route(self._contacts.holders[reader], known, reading)
+        reading.parts = self._search(reader, known, reading)
         return reading
 
-    def _begin(self, reader: str, plan: tuple[FileRef, ...], found: Sequence[Reading]) -> tuple[FileRoute, ...]:
-        self._plans[reader] = plan
+    def _begin(
+        self, reader: str, wanted: str, plan: tuple[m.FileRef, ...], found: Sequence[Reading]
+    ) -> tuple[m.FileRoute, ...]:
+        self._loads[reader] = WeightLoad(wanted, plan)
         for file, reading in zip(plan, found, strict=True):
             known, parts, reading.parts = self._files[file.digest], reading.parts, ()
             known.readings[reader] = reading
             self._set(known, reader, parts, "first")
-        return tuple(FileRoute(file=file, route=self._route(r)) for file, r in zip(plan, found, strict=True))
+        return tuple(m.FileRoute(file=file, route=self._route(r)) for file, r in zip(plan, found, strict=True))
 
     def _end(self, known: KnownFile, reader: str) -> None:
         if reader in known.readings:
@@ -396,17 +396,18 @@ class Directory:
         if parts:
             importing = any(holders[id].across(me) for id in _firsts(parts))
             if importing and not reading.importing and known.file is not None:
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": reading.received}
-                self._events.append(("importer", {"region": me.region, **at, "why": why}))
+                at_bytes = self._loads[reader].received
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
+                self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
-    def _route(self, reading: Reading) -> ReadRoute:
+    def _route(self, reading: Reading) -> m.ReadRoute:
         ids = list(dict.fromkeys(id for part in reading.parts for id in part.sources))
         holders = [self._contacts.holders[id] for id in ids]
-        return ReadRoute(
-            sources=tuple(SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders),
+        return m.ReadRoute(
+            sources=tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders),
             parts=tuple(
-                RoutePart(start=part.start, stop=part.stop, sources=tuple(ids.index(id) for id in part.sources))
+                m.RoutePart(start=part.start, stop=part.stop, sources=tuple(ids.index(id) for id in part.sources))
                 for part in reading.parts
             ),
         )
@@ -429,12 +430,10 @@ class Directory:
                     broken.append(reader)
             for reader in broken:
                 self._set(known, reader, ())
-            for reader in sorted(broken, key=lambda id: (-known.readings[id].received, id)):
-                assert known.file is not None
-                reading = known.readings[reader]
-                parts = self._choice(known.file).route(self._contacts.holders[reader], known, reading)
+            for reader in sorted(broken, key=lambda id: (-self._loads[id].received, id)):
+                parts = self._search(reader, known, known.readings[reader])
                 self._set(known, reader, parts, next(iter(suspects), "first"))
-                if parts:
+                if parts and known.file is not None:
                     self._routed[reader, known.file.digest] = None
 
     def _valid(self, known: KnownFile, reader: str, part: Part, id: str) -> bool:
@@ -443,14 +442,13 @@ class Directory:
 
     # Reports
 
-    def _take(self, reader: str, use: SourceUse, known: KnownFile | None) -> None:
+    def _take(self, reader: str, use: m.SourceUse, known: KnownFile | None) -> None:
         """Count what a reader got, and take its complaint."""
         me, source = self._contacts.holders[reader], self._contacts.holders.get(use.source)
-        past = source or self._left.get(use.source)
-        if past is not None:
-            self._rates.add(me, past, use.bytes, use.s)
+        if (past := source or self._left.get(use.source)) is not None:
             usd = use.bytes / 1e9 * self._prices.usd_per_gb(me, past)
             self.usd += usd
+            self._rates.add(me, past, use.bytes, use.s)
             if self.traffic is not None:
                 self.traffic.add(me, past, use.bytes, usd)
         if source is None or use.why in ("", "slow"):
@@ -470,22 +468,9 @@ class Directory:
             self._events.append(("source_dropped", about))
 
 
-def _names(file: FileRef) -> tuple[str, ...]:
+def _names(file: m.FileRef) -> tuple[str, ...]:
     """A file, and the base that it is useless without."""
     return (file.digest, file.before) if file.before and not file.after else (file.digest,)
-
-
-def _after(ranges: Ranges, count: int) -> Ranges:
-    """The ranges without their first `count` bytes.
-
-    >>> _after(((0, 4), (8, 12)), 5)
-    ((9, 12),)
-    """
-    out = []
-    for start, stop in ranges:
-        out.append((min(stop, start + count), stop))
-        count = max(0, count - (stop - start))
-    return normal(out)
 
 
 def _firsts(parts: Iterable[Part]) -> tuple[str, ...]:

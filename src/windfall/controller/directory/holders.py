@@ -67,8 +67,6 @@ class Part(NamedTuple):
 class Reading:
     need: Ranges
     """What it lacked when it began, or when it last asked. It knows itself what it has got since."""
-    received: int = 0
-    """Bytes of the file that it has got in this load, by its last report."""
     parts: tuple[Part, ...] = ()
     """Where it gets what it needs. Empty: no source is known, or it needs nothing."""
     avoid: set[str] = field(default_factory=set)
@@ -109,7 +107,7 @@ class KnownFile:
     def unfit(self) -> set[str]:
         """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one
         is chosen for it, so it never gets one that follows it."""
-        unfit = {id for id, reading in self.readings.items() if reading.unfed}
+        unfit = {id for id, reading in self.readings.items() if reading.need and not reading.parts}
         if not unfit:
             return unfit
         followers: dict[str, list[str]] = {}
@@ -132,13 +130,7 @@ class Contacts:
         self._failed: dict[str, dict[str, str]] = {}
         """By source, then by reader: why it gets the source no more."""
         self.holders: dict[str, WeightHolder] = {}
-        self.machines: dict[str, dict[str, None]] = {}
         self.dropped: set[str] = set()
-
-    def add(self, holder: WeightHolder) -> None:
-        self.holders[holder.id] = holder
-        if holder.machine:
-            self.machines.setdefault(holder.machine, {})[holder.id] = None
 
     def forgive(self, id: str) -> None:
         """Forget what was reported about a holder."""
@@ -147,11 +139,7 @@ class Contacts:
 
     def remove(self, id: str) -> None:
         """Forget a holder with what was reported about it and by it."""
-        holder = self.holders.pop(id, None)
-        if holder is not None and holder.machine:
-            del self.machines[holder.machine][id]
-            if not self.machines[holder.machine]:
-                del self.machines[holder.machine]
+        self.holders.pop(id, None)
         self.forgive(id)
         for reports in self._failed.values():
             reports.pop(id, None)

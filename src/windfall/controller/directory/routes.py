@@ -17,122 +17,108 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, Reading, WeightHolder
 from windfall.controller.directory.traffic import TrafficPrices
+from windfall.link.messages import Ranges
 
 MAX_FAN_OUT = 8
 CHUNK_BYTES, MAX_CHUNKS = 4 << 20, 16_384
+"""A file has chunks of this size, or as many. A chunk passes through a hop as a whole."""
 LATENCY_S = 0.002
 """What a hop adds beside its bytes: a request and a wait. Within a region; no hop of a tree crosses regions."""
 
 
-def chunk_bytes(nbytes: int) -> int:
-    """The chunk of a file of this size, which passes through a hop as a whole."""
-    size = CHUNK_BYTES
-    while size * MAX_CHUNKS < nbytes:
-        size *= 2
-    return size
-
-
-def fan_out(readers: int, nbytes: int, chunk_bytes: int, bytes_per_s: float, latency_s: float) -> int:
+def fan_out(readers: int, nbytes: int, bytes_per_s: float) -> int:
     """How many readers each holder should feed at once, so that the last of all readers has the file first.
 
-    >>> fan_out(64, 16 << 30, 4 << 20, 1e9, 0.002), fan_out(64, 1 << 20, 4 << 20, 1e9, 0.002)
+    >>> fan_out(64, 16 << 30, 1e9), fan_out(64, 1 << 20, 1e9)
     (1, 4)
     """
+    hop_s = min(nbytes, max(CHUNK_BYTES, nbytes // MAX_CHUNKS)) / bytes_per_s + LATENCY_S
 
     def last_s(d: int) -> float:
         depth, reached, level = 0, 0, 1
         while reached < readers and d > 1:
             depth, level = depth + 1, level * d
             reached += level
-        hop_s = min(chunk_bytes, nbytes) / bytes_per_s + latency_s
         return d * nbytes / bytes_per_s + (depth if d > 1 else readers) * hop_s
 
     return min(range(1, MAX_FAN_OUT + 1), key=last_s)
 
 
 @dataclass(frozen=True, slots=True)
-class SourceChoice:
-    """What a choice of sources depends on beside the file and its reader."""
+class RouteSearch:
+    """Looks for the sources of one reader for one file."""
 
     contacts: Contacts
     prices: TrafficPrices
     slots: int
-    slow: frozenset[str] = frozenset()
+    slow: Collection[str]
+    me: WeightHolder
+    known: KnownFile
 
-    def route(self, me: WeightHolder, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
+    def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
-        unfit = known.unfit()
-        parts = self._cover(_Search(self, me, known, unfit, reading.avoid), reading)
-        if not parts and reading.avoid:
-            parts = self._cover(_Search(self, me, known, unfit, set()), reading)
-        return parts
+        unfit = self.known.unfit()
+        parts = self._cover(reading.need, unfit, reading.avoid)
+        return parts or (self._cover(reading.need, unfit, ()) if reading.avoid else ())
 
-    def _cover(self, search: _Search, reading: Reading) -> tuple[Part, ...]:
+    def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
+        holders = dict.fromkeys((*self.known.held, *self.known.readings))
+        for id in avoid:
+            holders.pop(id, None)
         parts: list[Part] = []
-        for need in reading.need:
-            pieces = _pieces(search.known, *need)
-            whole = search.sources(*need, outside=False) if len(pieces) > 1 else ()
+        for need in ranges:
+            pieces = _pieces(self.known, *need)
+            whole = self._sources(holders, unfit, *need, outside=False) if len(pieces) > 1 else ()
             for start, stop in (need,) if whole else pieces:
-                found = whole or search.sources(start, stop, outside=True)
+                found = whole or self._sources(holders, unfit, start, stop, outside=True)
                 if not found:
                     return ()
                 joined = parts and parts[-1].stop == start and parts[-1].sources == found
                 parts.append(Part(parts.pop().start if joined else start, stop, found))
         return tuple(parts)
 
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """The sources of one reader for one file."""
-
-    choice: SourceChoice
-    me: WeightHolder
-    known: KnownFile
-    unfit: set[str]
-    avoid: set[str]
-
-    def sources(self, start: int, stop: int, *, outside: bool) -> tuple[str, ...]:
+    def _sources(
+        self, ids: Mapping[str, None], unfit: Collection[str], start: int, stop: int, *, outside: bool
+    ) -> tuple[str, ...]:
         """The first and the second source of these bytes; with `outside`, also from other regions."""
-        known, region, holders = self.known, self.me.region, self.choice.contacts.holders
-        candidates = [*known.held, *(id for id in known.readings if id not in known.held)]
-        neighbors = self.choice.contacts.machines.get(self.me.machine, ())
-        first = next((id for id in neighbors if self._serves(id, start, stop)), None) or next(
-            (id for id in candidates if self._free(id) and self._serves(id, start, stop)), None
-        )
+        known, me, holders = self.known, self.me, self.contacts.holders
+
+        def serves(id: str) -> bool:
+            has = known.has(id, start, stop) or (id in known.readings and id not in unfit)
+            return has and self.contacts.usable(me.id, id)
+
+        def cost(id: str) -> tuple[bool, float, bool, int]:
+            usd, far = self.prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
+            return far, usd, id in self.slow, not known.has(id, start, stop) if far else known.load.get(id, 0)
+
+        near = (id for id in ids if me.machine and holders[id].machine == me.machine and serves(id))
+        free = (id for id in ids if self._free(id) and serves(id))
+        first = next(near, None) or next(free, None)
         if first is None:
-            usable = [id for id in candidates if self._serves(id, start, stop)]
-            first = min((id for id in usable if holders[id].region == region), key=self._cost, default=None)
-            if first is None and usable and outside:
-                first = min(usable, key=lambda id: (self._cost(id)[:2], not known.has(id, start, stop)))
+            rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
+            first = min(rest, key=cost, default=None)
         if first is None:
             return ()
-        across = holders[first].across(self.me)
-        for id in known.held:
-            near = across or holders[id].region == region
-            if near and id != first and known.has(id, start, stop) and self._serves(id, start, stop):
-                return first, id
-        return (first,)
+        across = holders[first].across(me)
+        second = (
+            id for id in known.held
+            if id != first and id in ids and (across or holders[id].region == me.region)
+            and known.has(id, start, stop) and serves(id)
+        )  # fmt: skip
+        return first, *([found] if (found := next(second, None)) else [])
 
     def _free(self, id: str) -> bool:
-        """Whether it is in the region, with a free slot and without a price. This visits every reader."""
-        if self.known.load.get(id, 0) >= self.choice.slots or id in self.choice.slow:
+        """Whether it is in the region, with a free slot and without a price."""
+        if self.known.load.get(id, 0) >= self.slots or id in self.slow:
             return False
-        holder = self.choice.contacts.holders[id]
-        return holder.region == self.me.region and not self.choice.prices.usd_per_gb(self.me, holder)
-
-    def _serves(self, id: str, start: int, stop: int) -> bool:
-        if id in self.avoid or not self.choice.contacts.usable(self.me.id, id):
-            return False
-        return (id in self.known.readings and id not in self.unfit) or self.known.has(id, start, stop)
-
-    def _cost(self, id: str) -> tuple[float, bool, int]:
-        holder = self.choice.contacts.holders[id]
-        return self.choice.prices.usd_per_gb(self.me, holder), id in self.choice.slow, self.known.load.get(id, 0)
+        holder = self.contacts.holders[id]
+        return holder.region == self.me.region and not self.prices.usd_per_gb(self.me, holder)
 
 
 def _pieces(known: KnownFile, start: int, stop: int) -> list[tuple[int, int]]:

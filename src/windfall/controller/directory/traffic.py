@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.controller.directory.holders import WeightHolder
+from windfall.types import ZONE_USD_PER_GB
 
 GUESS_BYTES_PER_S = {"machine": 2e9, "region": 1e9, "across": 1e8}
 """Rates of links that have not been measured."""
@@ -30,7 +31,7 @@ SLOW = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficPrices:
-    across_usd_per_gb: float = 0.02
+    across_usd_per_gb: float = ZONE_USD_PER_GB
     bucket_usd_per_gb: float = 0.0
 
     def usd_per_gb(self, reader: WeightHolder, source: WeightHolder) -> float:
@@ -87,30 +88,32 @@ class Traffic:
     waiting: set[str]
     """Workers that do not have it yet, of those that were connected when it was published."""
     readers: int = 0
-    """Those of them that have it by now."""
+    """Workers that have it by now."""
     bytes: Counter[str] = field(default_factory=Counter)
     """By kind: trainer, peer, machine and bucket; beside these `across`, between regions, and `upload`."""
     usd: float = 0.0
     """What they cost."""
     half_s: float | None = None
-    all_s: float | None = None
+    last_s: float | None = None
+    """When half of those, and when the last of them so far had it: seconds after it was published."""
+    half: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.half = len(self.waiting) // 2
 
     def add(self, reader: WeightHolder, source: WeightHolder, count: int, usd: float) -> None:
         self.bytes["machine" if reader.shares_machine(source) else source.kind] += count
         self.bytes["across"] += count if reader.across(source) else 0
         self.usd += usd
 
-    def ready(self, reader: str, now_s: float) -> bool:
-        """A worker has the version. Whether it was the last."""
-        if reader not in self.waiting:
-            return False
+    def ready(self, reader: str, now_s: float) -> None:
+        """A worker has the version."""
         self.readers += 1
-        self.waiting.discard(reader)
-        if self.half_s is None and self.readers >= len(self.waiting):
-            self.half_s = now_s - self.since_s
-        if not self.waiting:
-            self.all_s = now_s - self.since_s
-        return not self.waiting
+        if reader in self.waiting:
+            self.waiting.discard(reader)
+            self.last_s = now_s - self.since_s
+            if self.half_s is None and len(self.waiting) <= self.half:
+                self.half_s = self.last_s
 
     def describe(self) -> dict[str, Any]:
         kinds = ("trainer", "peer", "machine", "bucket", "upload", "across")
@@ -122,5 +125,5 @@ class Traffic:
             **{f"{kind}_bytes": self.bytes[kind] for kind in kinds},
             "usd": self.usd,
             "half_s": self.half_s,
-            "all_s": self.all_s,
+            "all_s": None if self.waiting else self.last_s,
         }

@@ -17,8 +17,6 @@ from windfall.link.base import clip
 
 
 class WeightRoutes:
-    """The trainer's own engine is no reader: it has the trainer's weights."""
-
     def __init__(
         self, directory: Directory, accounts: Accounts, events: EventLog, send: Callable[[str, object], None]
     ) -> None:
@@ -37,11 +35,16 @@ class WeightRoutes:
         self._events.instant("bucket_upload", **about)
         self._pass_on()
 
+    def end_run(self) -> None:
+        self.directory.end_version()
+        self._pass_on()
+
     # Workers
 
     def join(self, member: Member, hello: m.Hello, seen: str) -> None:
-        """`seen`: the worker's address, as the controller sees it."""
-        if not member.local:
+        """`seen`: the worker's address, as the controller sees it. An engine of the trainer that names no machine reads
+        nothing: it has the trainer's weights."""
+        if not member.local or hello.machine:
             region, machine = hello.lease.region, hello.machine
             at = {"location": hello.location, "seen": seen, "own": hello.own_address}
             holder = WeightHolder(id=member.id, kind="peer", region=region, machine=machine, **at)
@@ -54,7 +57,7 @@ class WeightRoutes:
 
     def load(self, member: Member, digest: str) -> tuple[m.FileRoute, ...]:
         """What the worker is to read for these weights."""
-        if member.local:
+        if not self.directory.knows(member.id):
             return ()
         member.pulled_before = member.stats.pulled_bytes if member.stats is not None else 0
         files = self.directory.load(member.id, digest)
@@ -73,8 +76,8 @@ class WeightRoutes:
         self.directory.progress(member.id, stats.pulled_bytes - member.pulled_before)
 
     def loaded(self, member: Member, message: m.Loaded) -> None:
-        if not member.local:
-            self._check(member, message.used)
+        self._check(member, message.used)
+        if self.directory.knows(member.id):
             now_s = asyncio.get_running_loop().time()
             self.directory.loaded(member.id, message.digest, message.used, now_s, message.apply_s)
             self._pass_on()
@@ -86,7 +89,8 @@ class WeightRoutes:
             self._pass_on()
 
     def _check(self, member: Member, used: Iterable[m.SourceUse]) -> None:
-        if member.local or not all(use.bytes >= 0 and 0 <= use.s < math.inf for use in used):
+        known = self.directory.knows(member.id)
+        if not all(known and use.bytes >= 0 and 0 <= use.s < math.inf for use in used):
             raise Malformed("reports impossible reads of weights")
 
     def _pass_on(self) -> None:
@@ -94,5 +98,8 @@ class WeightRoutes:
         for reader, changed in self.directory.routed():
             self._send(reader, m.Routed(file=changed.file.digest, route=changed.route))
         for name, fields in self.directory.events():
-            (self._events.scalar if name == "weights" else self._events.instant)(name, **fields)
+            if name == "weights":
+                self._events.scalar(name, step=fields["version"], **fields)
+            else:
+                self._events.instant(name, **fields)
         self._accounts.traffic_usd = self.directory.usd

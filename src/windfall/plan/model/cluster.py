@@ -17,6 +17,7 @@ from windfall.errors import WindfallError, nearest
 from windfall.plan.model import devices
 from windfall.plan.model.devices import Gpu, Terms
 from windfall.step_time import StepTime
+from windfall.types import ZONE_USD_PER_GB
 
 EngineName = Literal["windfall", "vllm"]
 ProviderName = Literal["ray", "kubernetes", "skypilot", "slurm"]
@@ -26,9 +27,6 @@ LENT = 0.5
 NETWORK = 12.5e9
 """Bytes per second of a machine's network, unless the cluster says otherwise (100 Gbit/s)."""
 MAX_GPUS = 4096
-ZONE_USD_PER_GB = 0.02
-"""Dollars per GB between two zones, unless the cluster says otherwise: what large clouds charge between zones (0.01 in
-each direction) and between near regions. Between continents, or over the internet, it is 0.05 to 0.09."""
 
 
 class ZoneLink(NamedTuple):

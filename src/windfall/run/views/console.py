@@ -44,6 +44,7 @@ LINES = {
     "work_rejected": "[yellow]![/] {worker} cannot run responses of {tokens} tokens; other workers get them: {why}",
     "no_room": "[yellow]no worker is large enough[/] for response {response}: it needs {tokens} tokens, and no worker "
     "has more than {most:g}; waiting for a larger one",
+    "source_dropped": "[yellow]weights of {source} are not used any more[/]: {why}, says {by}",
     "no_workers": "[yellow]waiting for workers[/]: none for {s:.0f} s, {queued} responses queued",
     "sink_dropped": "[yellow]{sink} gets no more events[/]: {why}",
     "refused": "[yellow]refused[/] {peer}: {why}",

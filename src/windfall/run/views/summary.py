@@ -9,6 +9,7 @@ from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event
 from windfall.run.views import long_responses
 from windfall.run.views.figures import Labeled, graded, number, percent
+from windfall.run.views.moved_weights import MOVED, moved_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -101,11 +102,15 @@ def _fleet(events: list[Event], steps: list[Event]) -> list[Labeled]:
     kept = sum(e.get("kept_tokens") or 0 for e in lost)
     trainer_lost = sum(e["name"] == "trainer_lost" for e in events)
     again = f"; the trainer was lost {trainer_lost} times" if trainer_lost else ""
+    sent = [e for e in events if e["name"] == "weights"]
+    moved = moved_bytes({key: sum(e.get(key) or 0 for e in sent) for key in (*(f"{k}_bytes" for k in MOVED), "usd")})
+    slowest = max((e["all_s"] for e in sent if e.get("all_s")), default=None)
     return [
         ("workers", f"{len(joined)} joined, {len(lost)} lost, {len(left)} left{again}"),
         ("responses moved", f"{total['moved']}, with all their tokens ({kept:,} from lost workers)"),
         ("tokens lost", f"{total['lost_tokens']}"),
         ("tokens generated twice", f"{total['repeated'] + total['late']}"),
+        *([("weights moved", moved + (f"; slowest version: {slowest:,.1f} s" if slowest else ""))] if moved else []),
     ]
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.run.views import figures, long_responses
+from windfall.run.views import figures, long_responses, moved_weights
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -64,6 +64,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     lines = [_header(snapshot, len(present), live, run)]
     if graders := snapshot.get("graders"):
         lines.append(f"graders: {figures.graders(graders)}")
+    if weights := moved_weights.of_version(snapshot.get("weights") or {}):
+        lines.append(f"weights: {weights}")
     if drafts := long_responses.drafts(snapshot.get("drafts") or {}):
         lines.append(drafts)
     if stale := snapshot.get("staleness"):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from windfall.controller.directory.routes import chunk_bytes
+from windfall.controller.directory.routes import CHUNK_BYTES, MAX_CHUNKS
 from windfall.link import messages as m
 from windfall.sim.machines.network import Flow, Network
 from windfall.sim.section import SimRegion
@@ -137,7 +137,9 @@ class WeightReading:
         return flow
 
     def _new_flow(self, count: int) -> Flow:
-        return Flow(count_bytes=count, chunk_bytes=min(count, chunk_bytes(count)), done=self._complete)
+        return Flow(
+            count_bytes=count, chunk_bytes=min(count, max(CHUNK_BYTES, count // MAX_CHUNKS)), done=self._complete
+        )
 
     def read(self) -> None:
         """Read on from the first source of the route."""

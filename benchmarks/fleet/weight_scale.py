@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from windfall.events.log import read
+from windfall.events.log import Event, read
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.sim.core import run
@@ -83,21 +83,25 @@ def recipe(workers: int, regions: Sequence[str], peers: str, delta: float) -> Re
 
 
 def moved(workers: int, regions: Sequence[str], peers: str, delta: float = 0.0, joiners: int = 0) -> Moved:
-    """Simulate a run. `joiners`: workers that join in the middle of its last step."""
+    """Simulate a run. `joiners`: workers that join when all others have the second version."""
+    runs: list[Simulation] = []
+    ready: list[Event] = []
 
-    def join(simulation: Simulation) -> None:
-        step_s, scale = simulation.scenario.trainer.update_s, simulation.fleet._scale_to
-        asyncio.get_running_loop().call_later(2.5 * step_s, scale, workers + joiners)
+    def join(event: Event) -> None:
+        if event["name"] == "worker_ready" and event["version"] == 1:
+            ready.append(event)
+            if len(ready) == workers:
+                asyncio.get_running_loop().call_soon(runs[0].fleet._scale_to, workers + joiners)
 
     began_s = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "events.jsonl"
-        simulation = run.simulate(build(recipe(workers, regions, peers, delta)), log, disturb=join)
+        run.simulate(build(recipe(workers, regions, peers, delta)), log, sink=join, disturb=runs.append)
         events = read(log)
     cpu_s = (time.process_time() - began_s) / STEPS
-    simulation.dispatch.weights.directory.check()
+    runs[0].dispatch.weights.directory.check()
     last = next(e for e in events if e["name"] == "weights" and e["version"] == 1)
-    waits_s = [e["s"] for e in events if e["name"] == "worker_ready" and e["version"] == 1]
+    waits_s = [e["s"] for e in ready]
     assert len(waits_s) == workers + joiners, "not all workers have the last version"
     return Moved(
         half_s=last["half_s"], all_s=last["all_s"], stall_s=statistics.mean(waits_s[:workers]),
@@ -122,7 +126,7 @@ def grow(counts: Sequence[int]) -> None:
 
 def tensorhub(workers: int) -> None:
     """Its ratios are 6.7 (stall, 1,024 GPUs), 4.8 (elastic update) and 19 (stall, another data center)."""
-    cases = (("stall", REGIONS[:1], 6.7), ("stall, another region", REGIONS[1:2], 19.0))
+    cases = (("stall", REGIONS[:1], 6.7), ("stall elsewhere", REGIONS[1:2], 19.0))
     print(f"{f'{workers:,} workers':<28}{'star s':>10}{'peers s':>10}{'ratio':>8}{'TensorHub':>11}")
     for name, regions, paper in cases:
         for what, delta in (("full copy", 0.0), ("delta", DELTA)):

@@ -61,7 +61,6 @@ FORKED_RANKS = (
     "weights/test_adapter_base.py",
     "weights/test_publish_ranks.py",
     "weights/test_pull_sources.py",
-    "weights/test_update_bytes.py",
 )
 """Files whose tests fork processes from multiprocessing's server, which imports torch in every test process that has
 such tests. With `--dist loadfile`, they are treated as one file, so that a single test process runs them."""

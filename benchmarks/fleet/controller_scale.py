@@ -33,6 +33,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from windfall.controller.directory.directory import Directory
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.scheduling.members import Members
@@ -47,7 +48,7 @@ from windfall.sim.machines.worker import SimWorker
 RESPONSES, STEP_S, LENGTH, GROUP = 8, 0.25, 80.0, 8
 BOOT_S, WARM_S, FLAP_S = 1.0, 5.0, 1.0
 """The measurement starts at BOOT_S + WARM_S, when all workers have joined."""
-KEYS = ("sim", "frame", "beat", "settle", "lose", "join", "tick", "other")
+KEYS = ("sim", "frame", "beat", "settle", "lose", "join", "load", "tick", "other")
 
 
 class CpuTimer:
@@ -84,7 +85,8 @@ def install(timer: CpuTimer) -> None:
     message_kind = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
     for kind, name, key in (
         (Dispatch, "_handle", message_kind), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
-        (Members, "join", "join"), (Members, "tick", "tick"), (LocalGeneration, "tick", "tick"),
+        (Members, "join", "join"), (Directory, "load", "load"), (Members, "tick", "tick"),
+        (LocalGeneration, "tick", "tick"),
     ):  # fmt: skip
         setattr(kind, name, timer.timed(key, getattr(kind, name)))
 
@@ -159,6 +161,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (
     ("us per frame", "{:.1f}", lambda r: microseconds_per_call(r, "frame")),
     ("us per beat", "{:.1f}", lambda r: microseconds_per_call(r, "beat")),
     ("us per join", "{:.1f}", lambda r: microseconds_per_call(r, "join")),
+    ("us per load", "{:.1f}", lambda r: microseconds_per_call(r, "load")),
     ("us per loss", "{:.0f}", lambda r: microseconds_per_call(r, "lose")),
     ("us per move", "{:.1f}", lambda r: 1e6 * r["lose_s"] / max(1.0, r["moved"])),
     ("settles/s", "{:,.0f}", lambda r: r["settle_n"] / r["virtual_s"]),

@@ -119,10 +119,10 @@ async def run_trainer(folder: Path) -> int:
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
     token, secret = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     publisher = Publisher(folder)
-    server = await serve(publisher, host="127.0.0.1", port=0, key=auth.weights_key(token))
+    server = await serve(publisher.files, host="127.0.0.1", port=0, key=auth.weights_key(token))
     weights = torch.zeros(1 << 20)
 
-    def publish(version: int) -> Any:
+    def publish(version: int, keep: Any, pack: bool) -> Any:
         weights.add_(1.0)
         return publisher.publish(version, {"w": weights})
 

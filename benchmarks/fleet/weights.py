@@ -113,7 +113,7 @@ def role_serve(mib: int, device: str) -> None:
         digests.append(made.digest)
 
     async def main() -> None:
-        server = await serve(publisher, host="127.0.0.1", port=0, key=KEY)
+        server = await serve(publisher.files, host="127.0.0.1", port=0, key=KEY)
         versions = {str(v): digests[v] for v in (2, 3)}
         say(port=server.port, versions=versions, first_s=seconds[0], then_s=min(seconds[2:]), copied_s=min(copied[2:]))
         await asyncio.to_thread(sys.stdin.read)
@@ -275,10 +275,10 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
             made = await asyncio.to_thread(p.publish, steps, model.state_dict())
             took = time.perf_counter() - began
             old, new = (x.buffer.data.view(f"<u{4 if dtype == 'float32' else 2}") for x in reversed(p.readable))
-            server = await serve(p, host="127.0.0.1", port=0, key=KEY)
+            server = await serve(p.files, host="127.0.0.1", port=0, key=KEY)
             pulls = await asyncio.to_thread(_pull_both, server.port, p)
             await server.close()
-            blob = p.readable[0].delta
+            blob = p.delta and p.delta.manifest
             size = f"{blob.nbytes / made.nbytes:.1%} ({blob.nbytes / 1e6:.2f} MB)" if blob else "not smaller: full"
             row = [name, f"{lr:g}", dtype, f"{float((old != new).mean()):.2%}", f"{made.nbytes / 1e6:.1f}", size]
             table.add_row(*row, f"{took:.3f}", f"{pulls[0]:.3f}", f"{pulls[1]:.3f}" if blob else "-")

@@ -229,7 +229,7 @@ def published(name: str, tensors: dict[str, torch.Tensor]) -> None:
         first_s = first_s or whole_s
         rows.append((whole_s, free_s[0]))
     whole_s, free_s = (min(x) for x in zip(*rows[3:], strict=True))
-    delta = p.readable[0].delta
+    delta = p.delta and p.delta.manifest
     size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
     print(
         f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"

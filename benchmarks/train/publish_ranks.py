@@ -101,7 +101,7 @@ def write(rank: int, size: int, rendezvous: str, mib: int, share: float, version
         began, cpu = time.perf_counter(), time.process_time()
         made = publisher.publish(version, shards, copied=lambda s=began, f=free: f.append(time.perf_counter() - s))
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
-        blob = publisher.readable[0].delta
+        blob = publisher.delta and publisher.delta.manifest
         delta = blob.nbytes / made.nbytes if blob else 0.0
         times = {"published": took, "free": free[0], "exchange": ranks.waited_s, "cpu": cpu}
         out.append(Times(**times, delta=delta, digest=made.digest))

@@ -61,7 +61,7 @@ class Trainer:
             kl=0.0, skipped=self.skips,
         )  # fmt: skip
 
-    def publish(self, version: int) -> Any:
+    def publish(self, version: int, keep: Any = (), pack: bool = False) -> Any:
         self.published[version] = copy.deepcopy(self.model)
         return SimpleNamespace(version=version, digest=f"d{version}")
 
@@ -90,7 +90,7 @@ class Process:
         weights = TrainerWeights(lambda: self.agent.manifest)
 
         def pull(load: m.Load, give_up: Any) -> PulledWeights:
-            return PulledWeights(digest=weights.pull(load.url, load.version, load.digest).digest, tensors=None)
+            return PulledWeights(digest=weights.pull(load).manifest.digest, tensors=None)
 
         self.session = WorkerLink(theirs, self.host, pull, heartbeat_s=0.05, stalled_s=2.0)
         self.made: list[Token] = []

@@ -27,6 +27,7 @@ from windfall.models.attention import NAME
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.types import Request, Sampling
+from windfall.weights.pull import PulledFiles
 
 
 @cache
@@ -54,9 +55,11 @@ class Weights:
 
     bytes_received = 0
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Any:
-        del url, version, stop
-        return SimpleNamespace(digest=digest, base="")
+    def pull(self, load: m.Load, ask: Any, *, stop: threading.Event) -> Any:
+        del ask, stop
+        return PulledFiles(manifest=SimpleNamespace(digest=load.digest, base=""))  # type: ignore[arg-type]
+
+    def reroute(self, routed: m.Routed) -> None: ...
 
     def tensors(self) -> dict[str, Any]:
         return dict(rollout_model().state_dict())

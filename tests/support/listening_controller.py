@@ -25,6 +25,7 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Sampling
+from windfall.weights.pull import PulledFiles
 from windfall.worker.controller_client import ControllerClient
 
 TOKEN = "a token of these tests"
@@ -59,16 +60,18 @@ class Pulling:
 
     def __init__(self) -> None:
         self.bytes_received = 0
-        self.urls: list[str] = []
+        self.loads: list[m.Load] = []
         self._held = SimpleNamespace(digest="", base="")
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Any:
-        del version, stop
-        self.urls.append(url)
-        if self._held.digest != digest:
+    def pull(self, load: m.Load, ask: Any, *, stop: threading.Event) -> Any:
+        del ask, stop
+        self.loads.append(load)
+        if self._held.digest != load.digest:
             self.bytes_received += 100
-            self._held = SimpleNamespace(digest=digest, base="")
-        return self._held
+            self._held = SimpleNamespace(digest=load.digest, base="")
+        return PulledFiles(manifest=self._held)  # type: ignore[arg-type]
+
+    def reroute(self, routed: m.Routed) -> None: ...
 
     def tensors(self) -> dict[str, Any]:
         return {"w": self._held.digest}
@@ -84,7 +87,10 @@ class Site:
         self.gate = Gate("run", TOKEN, log=self.events.instant, max_workers=8)
         self.gate.terms = Terms(model="model-1", engine=SPEC, heartbeat_s=0.1)
         self.hellos: list[m.Hello] = []
-        self.dispatch.set_offer(Offer(version=0, digest="d0", url="http://_:99"))
+        file = m.FileRef(digest="d0", nbytes=100)
+        holders = (m.HolderFiles(location="http://_:99", holds=(m.Holding(file=file),)),)
+        self.dispatch.weights.publish(m.PublishedFiles(version=0, digest="d0", files=(file,), holders=holders))
+        self.dispatch.set_offer(Offer(version=0, digest="d0"))
         self.ended: set[str] = set()
         self.listener = FunctionOwner(turn_ended=self.ended.add, rejected=lambda id, why: None)
         routes = {"/worker": Route(receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=self._accept)}

@@ -14,7 +14,9 @@ from windfall.weights.manifest import Manifest
 from windfall.weights.plan import Piece
 
 
-def encode(old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RATIO, where: str = "cpu") -> bytes | None:
+def encode(
+    old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RATIO, where: str = "cpu", pack: bool = False
+) -> bytes | None:
     """The blob that turns `old` into `new`, or None if it would exceed `max_ratio` of the full copy."""
     new = np.frombuffer(new, np.uint8)
     sources = {}
@@ -23,11 +25,11 @@ def encode(old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RAT
         sources[Piece(e, e.offset, e.offset + e.nbytes)] = raw.view(getattr(torch, e.dtype)).to(where)
     before, after = Buffer(manifest.nbytes), Buffer(manifest.nbytes)
     before.data[:] = np.frombuffer(old, np.uint8)
-    changes = row_writer.write(after, sources, before, lambda start, stop: None)
+    changes = row_writer.write(after, sources, manifest.bounds(), old=before, differences=pack)
     assert (after.data == new).all()
     before.close()
     after.close()
     if changes is None:
         return None
-    blob = b"".join(part(changes))
+    blob = b"".join(part(changes, pack))
     return blob if len(blob) <= max_ratio * manifest.nbytes else None

@@ -23,8 +23,12 @@ import torch
 import xxhash
 
 from tests.support.rank_processes import CONTEXT
+from tests.support.weight_shelves import load_for
+from windfall.link.messages import AskRoute, Load, Routed
 from windfall.weights import meeting, row_writer
+from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
+from windfall.weights.pull import Puller
 from windfall.weights.serve import serve
 
 KEY = "a-key-for-tests"
@@ -82,7 +86,7 @@ class State:
         ready = threading.Event()
 
         async def run() -> None:
-            server = await serve(self.publisher, host="127.0.0.1", port=0, key=KEY)
+            server = await serve(self.publisher.files, host="127.0.0.1", port=0, key=KEY)
             self.url = f"http://127.0.0.1:{server.port}"
             ready.set()
             await asyncio.Event().wait()
@@ -152,19 +156,19 @@ def publish(
 
 def found(state: State) -> dict[str, Any]:
     newest = state.publisher.readable[0]
-    blob = newest.delta_buffer.data.tobytes() if newest.delta_buffer else b""
+    delta = state.publisher.delta
     return {
         "manifest": newest.manifest,
         "encoded": len(newest.manifest.encode()),
         "bytes": xxhash.xxh3_64_hexdigest(newest.buffer.data),
-        "delta": newest.delta,
-        "blob": blob,
+        "delta": delta.manifest if delta else None,
+        "blob": delta.buffer.data[: delta.manifest.nbytes].tobytes() if delta else b"",
         "versions": [p.manifest.version for p in state.publisher.readable],
     }
 
 
-def small_spans(state: State) -> None:
-    row_writer.SPAN_BYTES = 1024
+def small_slabs(state: State) -> None:
+    row_writer.SLAB_BYTES = 1024
 
 
 def descriptors(state: State) -> int:
@@ -229,6 +233,20 @@ class Writers:
     def publish(self, version: int, seed: int = 0, share: float = 1.0, **options: Any) -> list[Any]:
         return self.all(publish, version, seed, share, "", options)
 
+    def load(self, made: Manifest, held: str = "", urls: Sequence[str] = ()) -> Load:
+        """What the controller would tell a reader with the weights `held`. `urls`: of the servers, if not their own."""
+        holders = dict(zip(urls or self.urls, (self.call(leader, _holds) for leader in self.leaders), strict=True))
+        return load_for(made, held, holders)
+
+    def pull(self, puller: Puller, made: Manifest, urls: Sequence[str] = ()) -> Manifest:
+        routes = {each.file.digest: each.route for each in self.load(made, "", urls).files}
+
+        def ask(question: AskRoute) -> None:
+            if question.file in routes:
+                puller.reroute(Routed(file=question.file, route=routes[question.file]))
+
+        return puller.pull(self.load(made, puller.held.digest if puller.held else "", urls), ask).manifest
+
     def _answer(self, rank: int) -> Any:
         assert self.orders[rank].poll(60), f"rank {rank} does not answer"
         result, error = self.orders[rank].recv()
@@ -251,3 +269,7 @@ class Writers:
 
 def _url(state: State) -> str:
     return state.url
+
+
+def _holds(state: State) -> Any:
+    return state.publisher.files.describe()

@@ -73,7 +73,7 @@ def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Savi
         any_dialer: Any = dials
         service = TrainerService(
             trainer=any_trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=any_dialer,
-            hello=hello, publish=lambda version: SimpleNamespace(version=version, digest="d"), save=save,
+            hello=hello, publish=lambda version, *_: SimpleNamespace(version=version, digest="d"), save=save,
             address=lambda: "x", patience_s=patience_s, retry_s=0.01, say=lines.append,
         )  # fmt: skip
         return await service.run()
@@ -210,7 +210,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
     engine.engine = shared
     trainer: Any = SimpleNamespace(zero_grad=lambda: None, optim_step=lambda: engine.note("optim_step"))
 
-    def publish(version: int) -> Any:
+    def publish(version: int, *_: Any) -> Any:
         engine.note("copying")
         engine.release()
         engine.release()  # a second call has no effect
@@ -288,7 +288,8 @@ class CountingTrainer:
 
 
 VERBS = (
-    m.ForwardBackward(id="1", samples=()), m.OptimStep(id="2", step=3, next_task=5), m.Publish(id="3"), m.Save(id="4"),
+    m.ForwardBackward(id="1", samples=()), m.OptimStep(id="2", step=3, next_task=5),
+    m.Publish(id="3", keep=("a", "b"), pack=True), m.Save(id="4"),
 )  # fmt: skip
 
 
@@ -327,8 +328,9 @@ def test_calls_repeated_after_a_lost_link_are_performed_once(before: int, again:
         made = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
         return lambda link: made.trainer(link, serve)
 
-    def publish(version: int) -> Any:
+    def publish(version: int, *order: Any) -> Any:
         trainer.done.append(f"publish {version}")
+        assert order == ((("a", "b"), True) if version == 3 and before != 2 else ((), False))
         return SimpleNamespace(version=version, digest="d")
 
     async def run() -> None:

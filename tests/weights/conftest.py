@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.weight_shelves import load_for, route_to
+from windfall.link.messages import AskRoute, Load, Routed, SourceRef
+from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller
 from windfall.weights.serve import serve
@@ -28,7 +31,7 @@ class Served:
 
     async def _run(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        server = await serve(self.publisher, host="127.0.0.1", port=0, key=KEY, **self._options)
+        server = await serve(self.publisher.files, host="127.0.0.1", port=0, key=KEY, **self._options)
         self.port = server.port
         self._ready.set()
         await self._end.wait()
@@ -40,6 +43,24 @@ class Served:
             self._thread.join(10)
         assert not self._thread.is_alive()
         self.publisher.close()
+
+    @property
+    def ref(self) -> SourceRef:
+        return SourceRef(id=self.url, kind="trainer", location=self.url)
+
+    def load(self, made: Manifest, held: str = "", *, url: str = "") -> Load:
+        """What the controller would tell a reader with the weights `held`."""
+        return load_for(made, held, {url or self.url: self.publisher.files.describe()})
+
+    def pull(self, puller: Puller, made: Manifest, *, url: str = "", **options: Any) -> Manifest:
+        """What a worker does that gets the load and can ask. `url`: of a proxy before the server."""
+        ref = SourceRef(id=self.url, kind="trainer", location=url or self.url)
+
+        def ask(question: AskRoute) -> None:
+            puller.reroute(Routed(file=question.file, route=route_to(ref)))
+
+        load = self.load(made, puller.held.digest if puller.held else "", url=url)
+        return puller.pull(load, ask, **options).manifest
 
     def puller(self, **options: Any) -> Puller:
         return Puller(**{"key": KEY, "timeout_s": 5.0, **options})

@@ -12,7 +12,6 @@ import torch
 
 from tests.support.small_models import build
 from windfall.engine.module_weights import copy_weights
-from windfall.link import messages as m
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.types import Lease
@@ -47,7 +46,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
             for layer in adapters.layers.values():
                 layer.lora_B.add_(0.1 * torch.randn(layer.lora_B.shape))
         made = s.publisher.publish(version, adapters.tensors(), base=base, scale=adapters.scale)
-        pulled = client._pull(m.Load(version=version, digest=made.digest, url=s.url), threading.Event())
+        pulled = client._pull(s.load(made, puller.held.digest if puller.held else ""), threading.Event())
         assert pulled.tensors is not None
         written.clear()
         session.held = (-1, "")  # as a session does until the swap is complete

@@ -8,9 +8,10 @@ import pytest
 import torch
 import xxhash
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_spans
+from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_slabs
 from windfall.errors import WindfallError
 from windfall.weights import delta, row_writer
+from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller
@@ -30,9 +31,9 @@ def alone(versions: list[tuple[int, float]], **options: Any) -> list[dict[str, A
     return out
 
 
-def pulled(url: str, version: int, digest: str, puller: Puller | None = None) -> dict[str, torch.Tensor]:
-    puller = puller or Puller(key=KEY, timeout_s=60)
-    puller.pull(url, version, digest)
+def pulled(writers: Writers, made: Manifest) -> dict[str, torch.Tensor]:
+    puller = Puller(key=KEY, timeout_s=60)
+    writers.pull(puller, made)
     return puller.tensors()
 
 
@@ -77,7 +78,7 @@ def publish_all(size: int, options: dict[str, Any]) -> None:
             check_delta(before, ranks[0], bool(one["blob"]))
             before = writers.call(0, content)
         if not options:
-            assert equal(pulled(writers.urls[0], version, one["manifest"].digest), model(seed, share))
+            assert equal(pulled(writers, one["manifest"]), model(seed, share))
 
 
 def content(state: State) -> bytes:
@@ -93,16 +94,17 @@ def check_delta(before: bytes, published: dict[str, Any], expected: bool) -> Non
         assert xxhash.xxh3_64_hexdigest(data) == published["bytes"]
 
 
-def test_delta_of_several_ranks_with_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_of_several_ranks_with_many_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = [(1, 0.02), (2, 0.02), (3, 0.01), (3, 1.0)]
-    monkeypatch.setattr(row_writer, "SPAN_BYTES", 1024)
+    monkeypatch.setattr(row_writer, "SLAB_BYTES", 1024)
     expected = alone(versions)
     assert [bool(x["blob"]) for x in expected] == [False, True, True, False]
     with Writers(3) as writers:
-        writers.all(small_spans)
+        writers.all(small_slabs)
         before = b""
         for version, (seed, share) in enumerate(versions):
-            check_delta(before, writers.publish(version, seed, share)[0], bool(expected[version]["blob"]))
+            published = writers.publish(version, seed, share, pack=bool(version % 2))[0]
+            check_delta(before, published, bool(expected[version]["blob"]))
             before = writers.call(0, content)
 
 
@@ -150,9 +152,9 @@ def fail(state: State, version: int, seed: int, share: float) -> Any:
 
 def test_failure_of_one_rank_fails_the_version_on_all() -> None:
     """The next version works, and its delta is from the last complete version."""
-    expected = alone([(1, 0.3), (3, 0.3)])[1]
+    expected = alone([(1, 0.1), (3, 0.1)])[1]
     with Writers(3) as writers:
-        writers.publish(0, 1, 0.3)
+        writers.publish(0, 1, 0.1)
         before = writers.call(0, content)
         for orders in writers.orders[:1] + writers.orders[2:]:
             orders.send((publish, (1, 3, 1.0, "", {})))
@@ -161,7 +163,7 @@ def test_failure_of_one_rank_fails_the_version_on_all() -> None:
             with pytest.raises(OSError if rank == 1 else PublishFailed, match="no"):
                 writers._answer(rank)
         assert writers.call(0, found)["versions"] == [0]
-        got = writers.publish(2, 3, 0.3)[0]
+        got = writers.publish(2, 3, 0.1)[0]
         check_delta(before, got, expected=True)
         assert got["manifest"].digest == expected["manifest"].digest
 
@@ -191,7 +193,7 @@ def test_death_of_a_rank_leaves_the_previous_version_readable(step: str) -> None
         assert not writers.processes[1].join(5)
         left = writers.call(0, found)
         assert left["versions"] == ([1, 0] if step == STEPS[0] else [1])
-        assert equal(pulled(writers.urls[0], 1, left["manifest"].digest), model(2, 0.01))
+        assert equal(pulled(writers, left["manifest"]), model(2, 0.01))
 
 
 def set_timeout(state: State, timeout_s: float) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, found, model
+from tests.support.weight_writers import KEY, Shard, State, Writers, model
 from tests.weights.conftest import Proxy
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
-from windfall.weights.pull import PullDamaged, Puller, PullFailed, PullGone
+from windfall.weights.pull import Puller, PullFailed
 
 CHUNK = 1 << 14
 
@@ -38,12 +38,13 @@ def puller(**options: Any) -> Puller:
     return Puller(**{"key": KEY, "timeout_s": 5.0, "tries": 3, **options})
 
 
-def by_server(m: Manifest) -> list[int]:
+def by_server(writers: Writers, m: Manifest) -> list[int]:
     """Bytes that each server has."""
-    out, bounds = [0] * len(m.servers), m.bounds()
-    for server, (start, stop) in zip(m.chunk_servers(), pairwise(bounds), strict=True):
-        out[server] += stop - start
-    return out
+    return [sum(stop - start for start, stop in writers.call(leader, held, m.digest)) for leader in writers.leaders]
+
+
+def held(state: State, digest: str) -> Any:
+    return state.publisher.files.find(digest).held
 
 
 def set_address(state: State, url: str) -> None:
@@ -59,9 +60,8 @@ def proxies(writers: Writers) -> Iterator[Callable[..., list[Proxy]]]:
     made: list[Proxy] = []
 
     def make(*rules: Any) -> list[Proxy]:
-        """One before each server; the manifest names those."""
+        """One before each server."""
         made.extend(Proxy(port(url), rule) for url, rule in zip(writers.urls, rules, strict=True))
-        writers.call(2, set_address, made[1].url)
         return made
 
     yield make
@@ -78,18 +78,18 @@ def test_pull_from_several_machines(machines: list[int]) -> None:
     with Writers(len(machines), machines=machines) as writers:
         first = writers.publish(0, 1)[0]
         m = first["manifest"]
-        assert m.servers == ("", *writers.urls[1:])
-        assert all(nbytes > 0.2 * m.nbytes for nbytes in by_server(m))
+        assert all(nbytes > 0.2 * m.nbytes for nbytes in by_server(writers, m))
+        assert sum(by_server(writers, m)) == m.nbytes
         p = puller()
-        p.pull(writers.urls[0], 0, m.digest)
+        writers.pull(p, m)
         assert equal(p.tensors(), model(1))
         assert p.bytes_received == m.nbytes + first["encoded"]
         second = writers.publish(1, 2, 0.01)[0]["manifest"]
-        p.pull(writers.urls[0], 1, second.digest)
+        writers.pull(p, second)
         assert p.delta_used == 0  # everything changed: seed 1 differs from seed 0 everywhere
         third = writers.publish(2, 3, 0.01)[0]["manifest"]
         before = p.bytes_received
-        p.pull(writers.urls[0], 2, third.digest)
+        writers.pull(p, third)
         assert p.delta_used == 1
         assert p.bytes_received - before < 0.2 * m.nbytes
         assert equal(p.tensors(), model(3, 0.01))
@@ -97,9 +97,9 @@ def test_pull_from_several_machines(machines: list[int]) -> None:
 
 def test_machine_has_memory_only_for_its_own_rows(writers: Writers) -> None:
     m = writers.all(publish_layer, 0, 0.0)[0]
-    held = [writers.call(leader, allocated) for leader in writers.leaders]
-    for nbytes, has in zip(by_server(m), held, strict=True):
-        assert nbytes <= has < nbytes + 4096 * 2 * len(m.sources)
+    memory = [writers.call(leader, allocated) for leader in writers.leaders]
+    for nbytes, has in zip(by_server(writers, m), memory, strict=True):
+        assert nbytes <= has < nbytes + 4096 * 2 * len(m.cuts)
 
 
 def allocated(state: State) -> int:
@@ -113,7 +113,7 @@ def test_both_servers_send_at_once(writers: Writers, proxies: Callable[..., list
 
     def rule(mine: int) -> Any:
         def hold(number: int, sent: int, data: bytes) -> bytes:
-            if any("/full" in x for x in made[mine].requests):
+            if any(m.digest + " " in x for x in made[mine].requests):
                 waiting[mine].set()
                 if not waiting[1 - mine].wait(5):
                     alone.append(mine)
@@ -124,7 +124,7 @@ def test_both_servers_send_at_once(writers: Writers, proxies: Callable[..., list
     made = proxies(rule(0), rule(1))
     m = writers.publish(0, 1)[0]["manifest"]
     p = puller(parallel=1)
-    p.pull(made[0].url, 0, m.digest)
+    writers.pull(p, m, [proxy.url for proxy in made])
     assert equal(p.tensors(), model(1))
     assert not alone
 
@@ -140,26 +140,27 @@ def test_dead_server_is_named_and_the_next_pull_continues(
     made = proxies(forward, die)
     published = writers.publish(0, 1)[0]
     m = published["manifest"]
-    p, started = puller(), time.monotonic()
-    with pytest.raises(PullFailed, match=rf"/weights/0/full at byte .*{re.escape(made[1].url[7:])}.* in 3 attempts"):
-        p.pull(made[0].url, 0, m.digest)
+    p, started, urls = puller(), time.monotonic(), [proxy.url for proxy in made]
+    with pytest.raises(PullFailed, match=rf"{m.digest}: trainer {re.escape(made[1].url)}: closed the connection"):
+        writers.pull(p, m, urls)
     assert time.monotonic() - started < 15, "less than the time limit of a connection"
     assert p.held is None
-    verified = sum(b - a for c, (a, b) in zip(p._weights.verified, pairwise(m.bounds()), strict=True) if c is not None)
+    (holding,) = p.files.describe()
+    verified = sum(stop - start for start, stop in holding.ranges)
     assert verified > 100_000
     before = p.bytes_received
     dead.clear()
-    p.pull(made[0].url, 0, m.digest)
+    writers.pull(p, m, urls)
     assert p.bytes_received - before == m.nbytes - verified + published["encoded"]
     assert equal(p.tensors(), model(1))
 
 
 def test_killed_server_fails_the_pull_in_time(writers: Writers) -> None:
-    m = writers.publish(0, 1)[0]["manifest"]
+    load = writers.load(writers.publish(0, 1)[0]["manifest"])
     writers.processes[2].kill()
     writers.processes[2].join()
-    with pytest.raises(PullFailed, match=rf"connecting to {re.escape(writers.urls[1][7:])}"):
-        puller().pull(writers.urls[0], 0, m.digest)
+    with pytest.raises(PullFailed, match=rf"{re.escape(writers.urls[1])}: connecting"):
+        puller().pull(load)
 
 
 def corrupt(state: State, at: int) -> None:
@@ -168,34 +169,42 @@ def corrupt(state: State, at: int) -> None:
 
 def test_server_with_wrong_bytes_is_named(writers: Writers) -> None:
     m = writers.publish(0, 1)[0]["manifest"]
-    chunk = m.chunk_servers().index(1)
+    chunk = m.bounds().index(writers.call(2, held, m.digest)[0][0])
     writers.call(2, corrupt, m.bounds()[chunk])
     p = puller()
-    with pytest.raises(PullDamaged, match=f"chunk {chunk} .* from {re.escape(writers.urls[1][7:])}, 3 times"):
-        p.pull(writers.urls[0], 0, m.digest)
+    with pytest.raises(PullFailed, match=rf"{re.escape(writers.urls[1])} sent chunk {chunk} .* damaged twice"):
+        writers.pull(p, m)
     assert p.held is None
     writers.call(2, corrupt, m.bounds()[chunk])
-    p.pull(writers.urls[0], 0, m.digest)
+    writers.pull(p, m)
     assert equal(p.tensors(), model(1))
 
 
-def test_delta_of_one_machine_only(writers: Writers) -> None:
-    """All rows of the second machine change, and few of the first: its delta is used, the other rows are downloaded."""
+def test_delta_is_one_file_in_parts(writers: Writers) -> None:
+    """Each machine holds the part with the changes of its rows."""
     m = writers.all(publish_layer, 0, 0.0)[0]
     p = puller()
-    p.pull(writers.urls[0], 0, m.digest)
-    m = writers.all(publish_layer, 1, 1.0)[0]
-    assert [writers.call(leader, found)["blob"] != b"" for leader in writers.leaders] == [True, False]
+    writers.pull(p, m)
+    m = writers.all(publish_layer, 1, 1.0, 100)[0]
+    found = [writers.call(leader, delta_parts) for leader in writers.leaders]
+    assert found[0][0] == found[1][0]
+    assert [len(parts) for _, parts in found] == [1, 1]
+    assert found[0][1][0][1] == found[1][1][0][0], "where the one ends, the other begins"
     before = p.bytes_received
-    p.pull(writers.urls[0], 1, m.digest)
-    assert p.tensors()["w"].sum() == 600 * 1000 * 1.0 + 3
-    assert by_server(m)[1] <= p.bytes_received - before < by_server(m)[1] + len(m.encode()) + 2 * CHUNK
+    writers.pull(p, m)
+    assert p.tensors()["w"].sum() == 600 * 100 * 1.0 + 3
+    assert p.delta_used == 1
+    assert found[0][0].nbytes <= p.bytes_received - before < found[0][0].nbytes + len(m.encode()) + 2 * CHUNK
 
 
-def publish_layer(state: State, version: int, change: float) -> Manifest:
+def delta_parts(state: State) -> tuple[Any, Any]:
+    return state.publisher.delta.manifest.ref, state.publisher.delta.held
+
+
+def publish_layer(state: State, version: int, change: float, columns: int = 1000) -> Manifest:
     """A tensor with 600 rows on each machine."""
     rank, w = state.ranks.rank, torch.zeros(1200, 1000)
-    w[600:] += change
+    w[600:, :columns] += change
     w[:3, 7] += change
     first, stop = [(0, 300), (300, 600), (600, 1200)][rank]
     return state.publisher.publish(version, {"w": Shard(w[first:stop], (1200, 1000), first)})
@@ -220,16 +229,16 @@ def test_block_with_rows_of_two_machines(writers: Writers, band: int) -> None:
     p = puller()
     for version in range(2):
         m = writers.all(publish_band, version, band)[0]
-        p.pull(writers.urls[0], version, m.digest)
+        writers.pull(p, m)
     assert p.delta_used == 1
     assert (p.tensors()["w"] != 0).sum() == 2 * band * 1023 + 1200
 
 
 def test_version_withdrawn_on_one_machine_is_gone(writers: Writers) -> None:
-    m = writers.publish(0, 1)[0]["manifest"]
+    load = writers.load(writers.publish(0, 1)[0]["manifest"])
     writers.call(2, close)
-    with pytest.raises(PullGone, match=re.escape(writers.urls[1][7:])):
-        puller().pull(writers.urls[0], 0, m.digest)
+    with pytest.raises(PullFailed, match=rf"{re.escape(writers.urls[1])}: refused .* 404"):
+        puller().pull(load)
 
 
 def close(state: State) -> None:
@@ -243,13 +252,6 @@ def test_machine_without_a_server_is_refused(writers: Writers) -> None:
         assert "rank 2 is the first on its machine and has no weight server" in failed.what
 
 
-def test_wrong_address_fails_the_pull(writers: Writers) -> None:
-    writers.call(2, set_address, "ftp://elsewhere")
-    m = writers.publish(0)[0]["manifest"]
-    with pytest.raises(PullFailed, match="names a wrong server: ftp://elsewhere"):
-        puller().pull(writers.urls[0], 0, m.digest)
-
-
 def test_one_machine_and_several_hold_the_same_bytes(writers: Writers) -> None:
     """Chunks that are cut at the same places in both are not downloaded again."""
     one = Publisher(chunk_bytes=CHUNK)
@@ -257,5 +259,7 @@ def test_one_machine_and_several_hold_the_same_bytes(writers: Writers) -> None:
     one.close()
     assert single.entries == m.entries
     assert set(single.bounds()) <= set(m.bounds())
-    same = set(zip(pairwise(single.bounds()), single.chunks, strict=True))
-    assert len(same & set(zip(pairwise(m.bounds()), m.chunks, strict=True))) >= len(single.chunks) - len(m.sources)
+    same = set(zip(pairwise(single.bounds()), single.checksums(), strict=True))
+    assert len(same & set(zip(pairwise(m.bounds()), m.checksums(), strict=True))) >= len(single.checksums()) - len(
+        m.cuts
+    )

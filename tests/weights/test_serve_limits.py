@@ -30,7 +30,7 @@ def seconds_until_closed(connection: socket.socket, started: float) -> float:
 
 @pytest.mark.parametrize(
     "request_bytes",
-    [b"", b"GET /weights/1/full HTTP/1.1\r\nHo", b"GET /weights/1/full HTTP/1.1\r\nHost: x\r\n\r\n"],
+    [b"", b"GET /weights/1 HTTP/1.1\r\nHo", b"GET /weights/1 HTTP/1.1\r\nHost: x\r\n\r\n"],
     ids=["nothing", "half a request", "no key"],
 )
 def test_peer_without_the_key_is_disconnected_in_time(serving: Callable[..., Any], request_bytes: bytes) -> None:
@@ -43,7 +43,8 @@ def test_peer_without_the_key_is_disconnected_in_time(serving: Callable[..., Any
 
 def test_reader_with_the_key_stays_connected(serving: Callable[..., Any]) -> None:
     server = served(serving, auth_timeout_s=1.0)
-    ask = f"GET /weights/1/manifest HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
+    path = f"/weights/{server.publisher.current.digest}/manifest"
+    ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as reader:
         for _ in range(3):  # on one connection, for longer than the timeout
             reader.sendall(ask)
@@ -61,7 +62,7 @@ def test_peers_without_the_key_keep_no_reader_out(
         assert peers[-1].recv(64).startswith(b"HTTP/1.0 400")
         started = time.monotonic()
         assert [seconds_until_closed(c, started) < 9.0 for c in peers[:7]] == [True] * 7, "before their time limit"
-        assert server.puller().pull(server.url, 1, server.publisher.current.digest).version == 1
+        assert server.pull(server.puller(), server.publisher.current).version == 1
     finally:
         for c in peers:
             c.close()

@@ -50,41 +50,44 @@ def test_every_byte_and_chunk_has_one_owner(
     shapes: list[tuple[str, tuple[int, ...]]], machines: list[int], chunk_bytes: int, tied: bool
 ) -> None:
     made = plan.make(offers(shapes, machines, chunk_bytes, tied))
-    writer = np.full(made.nbytes, -1)
+    file = made.file
+    writer = np.full(file.nbytes, -1)
     for rank, share in enumerate(made.shares):
         for piece in share.pieces:
             assert (writer[piece.start : piece.stop] == -1).all()
             writer[piece.start : piece.stop] = rank
-    inside = np.zeros(made.nbytes, bool)
+    inside = np.zeros(file.nbytes, bool)
     for e in made.entries:
         inside[e.offset : e.offset + e.nbytes] = True
     assert ((writer >= 0) == inside).all()
 
     # Chunks: hashed once, on the machine that has all of their bytes.
     leader = np.array([share.leader for share in made.shares])
-    assert sorted(c for r in set(leader.tolist()) for c in made.chunks(r)) == [*range(len(made.bounds) - 1)]
+    assert sorted(c for r in set(leader.tolist()) for c in file.chunks(r)) == [*range(len(file.bounds) - 1)]
     for first in set(leader.tolist()):
-        for c in made.chunks(first):
-            found = set(writer[made.bounds[c] : made.bounds[c + 1]].tolist()) - {-1}
+        for c in file.chunks(first):
+            found = set(writer[file.bounds[c] : file.bounds[c + 1]].tolist()) - {-1}
             assert {leader[r] for r in found} <= {first}
 
-    # Sources: every byte of a tensor comes from the machine that has it, and no other byte is left out.
-    seen = np.full(made.nbytes, -1)
-    for rank, share in enumerate(made.shares):
-        for start, stop in made.parts(rank):
-            assert rank != share.leader or (seen[start:stop] == -1).all()
-            seen[start:stop] = share.leader
+    # Parts: every byte of a tensor comes from the machine that has it, and no other byte is left out.
+    seen = np.full(file.nbytes, -1)
+    for first, parts in file.parts.items():
+        for start, stop in parts:
+            assert (seen[start:stop] == -1).all()
+            seen[start:stop] = first
     assert (seen[inside] == leader[writer[inside]]).all()
     assert (seen >= 0).all()
 
 
-def test_one_machine_has_no_sources() -> None:
+def test_parts_of_machines() -> None:
     shapes = [("float32", (10, 10)), ("int8", (7,))]
-    assert plan.make(offers(shapes, [0, 0, 0], 64)).sources == ()
+    assert plan.make(offers(shapes, [0, 0, 0], 64)).file.parts == {0: ((0, 455),)}
     made = plan.make(offers(shapes, [0, 0, 1], 64))
-    assert made.servers == ("", "http://m1")
-    assert made.sources == ((0, 0), (320, 1), (448, 0), (454, 1))
-    assert made.bounds[:7] == (0, 64, 128, 192, 256, 320, 384)
+    assert made.file.parts == {0: ((0, 320), (448, 454)), 2: ((320, 448), (454, 455))}
+    assert made.file.cuts == (320, 448, 454)
+    assert made.file.bounds[:7] == (0, 64, 128, 192, 256, 320, 384)
+    delta, starts = made.delta([100, 50, 70])
+    assert (delta.parts, delta.cuts, starts) == ({0: ((0, 150),), 2: ((150, 220),)}, (100, 150), [0, 100, 150])
 
 
 def test_tensors_are_tied_only_if_they_are_tied_on_every_rank() -> None:

@@ -16,16 +16,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import xxhash
 
+from tests.support.weight_shelves import load_of
 from windfall.errors import WindfallError
-from windfall.weights import buffers
+from windfall.link.messages import FileRef, SourceRef
+from windfall.weights import buffers, manifest
+from windfall.weights.held_files import HeldFile
 from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller, PullFailed, PullGone
+from windfall.weights.pull import Puller, PullFailed
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,7 +60,7 @@ def test_full_copy(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(4, w)
     p = s.puller()
-    assert p.pull(s.url, 4, m.digest) == m == p.held == s.publisher.current
+    assert s.pull(p, m) == m == p.held == s.publisher.current
     assert equal(p.tensors(), w)
     assert p.bytes_received == m.nbytes + len(m.encode())
     assert (p.retries, p.delta_used) == (0, 0)
@@ -70,7 +71,7 @@ def test_tied_tensors_are_sent_once_and_arrive_tied(serving: Callable[..., Any])
     m = s.publisher.publish(0, w)
     assert m.nbytes < sum(t.nbytes for t in w.values()) - w["head"].nbytes + 64 * len(w)
     p = s.puller()
-    p.pull(s.url, 0, m.digest)
+    s.pull(p, m)
     got = p.tensors()
     assert got["embed"].data_ptr() == got["head"].data_ptr()
 
@@ -78,7 +79,7 @@ def test_tied_tensors_are_sent_once_and_arrive_tied(serving: Callable[..., Any])
 def test_tensors_are_views_of_the_buffer(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     p = s.puller()
-    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    s.pull(p, s.publisher.publish(0, w))
     p.tensors()["steps"].fill_(9)
     assert int(p.tensors()["steps"]) == 9
 
@@ -86,7 +87,7 @@ def test_tensors_are_views_of_the_buffer(serving: Callable[..., Any]) -> None:
 def test_publisher_casts_to_its_dtype(serving: Callable[..., Any]) -> None:
     s, w = serving(dtype="bfloat16"), weights()
     p = s.puller()
-    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    m = s.pull(p, s.publisher.publish(0, w))
     got = p.tensors()
     assert m.nbytes < 0.51 * sum(t.nbytes for k, t in w.items() if k != "head")
     assert equal(got, {k: t.bfloat16() if t.is_floating_point() else t for k, t in w.items()})
@@ -96,14 +97,14 @@ def test_publisher_casts_to_its_dtype(serving: Callable[..., Any]) -> None:
 def test_delta_is_pulled_if_small(serving: Callable[..., Any], dtype: str | None) -> None:
     s, w = serving(dtype=dtype), weights()
     p = s.puller()
-    first = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    first = s.pull(p, s.publisher.publish(0, w))
     before, new = p.bytes_received, moved(w, 0.02)
     second = s.publisher.publish(1, new)
-    assert p.pull(s.url, 1, second.digest) == second
+    assert s.pull(p, second) == second
     assert p.delta_used == 1
     assert p.bytes_received - before < 0.1 * first.nbytes
     late = s.puller()
-    late.pull(s.url, 1, second.digest)
+    s.pull(late, second)
     assert late.delta_used == 0
     assert equal(late.tensors(), p.tensors())
     assert torch.equal(p.tensors()["big"], new["big"].bfloat16() if dtype else new["big"])
@@ -112,9 +113,9 @@ def test_delta_is_pulled_if_small(serving: Callable[..., Any], dtype: str | None
 def test_no_delta_when_everything_changed(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     p = s.puller()
-    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    s.pull(p, s.publisher.publish(0, w))
     new = {k: t + 1 for k, t in w.items()}
-    p.pull(s.url, 1, s.publisher.publish(1, new).digest)
+    s.pull(p, s.publisher.publish(1, new))
     assert p.delta_used == 0
     assert all(torch.equal(t, new[k]) for k, t in p.tensors().items())
 
@@ -123,10 +124,10 @@ def test_unchanged_chunks_are_not_downloaded(serving: Callable[..., Any], monkey
     monkeypatch.setattr("windfall.weights.publish.MAX_RATIO", 0.0)  # no deltas
     s, w = serving(), weights()
     p = s.puller()
-    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    m = s.pull(p, s.publisher.publish(0, w))
     before, new = p.bytes_received, {**w, "steps": torch.tensor(8)}
     m = s.publisher.publish(1, new)
-    p.pull(s.url, 1, m.digest)
+    s.pull(p, m)
     assert p.bytes_received - before == len(m.encode()) + m.nbytes % m.chunk_bytes
     assert equal(p.tensors(), new)
 
@@ -134,11 +135,11 @@ def test_unchanged_chunks_are_not_downloaded(serving: Callable[..., Any], monkey
 def test_same_bytes_are_not_downloaded(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     p = s.puller()
-    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    m = s.pull(p, s.publisher.publish(0, w))
     again = s.publisher.publish(1, w)
     assert again.digest == m.digest
     s.close()
-    assert p.pull(s.url, 1, again.digest).version == 1
+    assert s.pull(p, again).version == 1
     assert p.held is not None
     assert p.held.version == 1
 
@@ -147,16 +148,18 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     """The blob matches its own checksums but changes a wrong value: only the result reveals that."""
     s, w = serving(), weights()
     p = s.puller()
-    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    s.pull(p, s.publisher.publish(0, w))
     new = moved(w, 0.02)
     m = s.publisher.publish(1, new)
-    found = s.publisher.readable[0]
-    found.delta_buffer.data[-1] ^= 1  # a part of the last value
-    hashes = tuple(xxhash.xxh3_64_intdigest(found.delta_buffer.data[a:b]) for a, b in pairwise(found.delta.bounds()))
-    wrong = msgspec.structs.replace(found.delta, chunks=hashes)
-    object.__setattr__(found, "delta", wrong)
+    found, names = s.publisher.delta, {"before": p.held.digest, "after": m.digest}
+    found.buffer.data[found.manifest.nbytes - 1] ^= 1  # a part of the last value
+    both = [manifest.hash_chunk(found.buffer.data[a:b].data) for a, b in pairwise(found.manifest.bounds())]
+    hashes = {"chunks": b"".join(c for c, _ in both), "seals": b"".join(s for _, s in both)}
+    sizes = {"nbytes": found.manifest.nbytes, "chunk_bytes": found.manifest.chunk_bytes, "result": m.encode()}
+    s.publisher.files.remove(found)
+    s.publisher.files.add(HeldFile(manifest.make(**sizes, **names, **hashes), found.buffer, filled=True))
     before = p.bytes_received
-    p.pull(s.url, 1, m.digest)
+    s.pull(p, m)
     assert p.delta_used == 0
     assert equal(p.tensors(), new)
     assert p.bytes_received - before < 0.5 * m.nbytes  # correct chunks are kept
@@ -167,7 +170,7 @@ def test_eight_concurrent_readers(serving: Callable[..., Any]) -> None:
     m = s.publisher.publish(0, w)
     pullers = [s.puller() for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert {x.digest for x in pool.map(lambda p: p.pull(s.url, 0, m.digest), pullers)} == {m.digest}
+        assert {x.digest for x in pool.map(lambda p: s.pull(p, m), pullers)} == {m.digest}
     assert all(equal(p.tensors(), w) for p in pullers)
 
 
@@ -175,8 +178,8 @@ def _hanging(s: Any, path: str) -> socket.socket:
     c = socket.socket()
     c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     c.connect(("127.0.0.1", s.port))
-    c.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {s.key}\r\n\r\n".encode())
-    assert c.recv(1000).startswith(b"HTTP/1.1 200")
+    c.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nRange: bytes=0-\r\nAuthorization: Bearer {s.key}\r\n\r\n".encode())
+    assert c.recv(1000).startswith(b"HTTP/1.1 206")
     return c
 
 
@@ -190,10 +193,10 @@ def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -
     s, w = serving(server={"write_timeout_s": 0.3}), weights(count=4_000_000)
     m = s.publisher.publish(0, w)
     for _ in range(5):
-        _hanging(s, "/weights/0/full").close()
-    slow = _hanging(s, "/weights/0/full")
+        _hanging(s, f"/weights/{m.digest}").close()
+    slow = _hanging(s, f"/weights/{m.digest}")
     p = s.puller()
-    p.pull(s.url, 0, m.digest)
+    s.pull(p, m)
     assert equal(p.tensors(), w)
     disconnected = select.poll()
     disconnected.register(slow, 0)
@@ -208,9 +211,9 @@ def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -
 def test_many_stalled_readers_delay_no_other(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.randn(3_000_000)}
     m = s.publisher.publish(0, w)
-    stalled = [_hanging(s, "/weights/0/full") for _ in range(60)]
+    stalled = [_hanging(s, f"/weights/{m.digest}") for _ in range(60)]
     p, started = s.puller(), time.monotonic()
-    p.pull(s.url, 0, m.digest)
+    s.pull(p, m)
     assert time.monotonic() - started < 15, "less than the time limit of a stalled reader"
     assert equal(p.tensors(), w)
     for c in stalled:
@@ -220,52 +223,48 @@ def test_many_stalled_readers_delay_no_other(serving: Callable[..., Any]) -> Non
 def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
-    p = s.puller(key="another")
+    p = s.puller(key="another", tries=1)
     with pytest.raises(PullFailed, match="401 wrong key"):
-        p.pull(s.url, 0, m.digest)
-    assert p.retries == 0
-    for path in ("manifest", "full", f"delta/{'0' * 32}/manifest", f"delta/{'0' * 32}"):
-        assert s.ask(f"/weights/0/{path}", key="").startswith(b"HTTP/1.1 401")
+        s.pull(p, m)
+    assert not p.bytes_received
+    for path in ("", "/manifest"):
+        assert s.ask(f"/weights/{m.digest}{path}", key="").startswith(b"HTTP/1.1 401")
     assert s.ask("/elsewhere", key="x").startswith(b"HTTP/1.1 401")
 
 
 def test_invalid_requests_are_refused(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
-    n = m.nbytes
+    n, path = m.nbytes, f"/weights/{m.digest}"
+    assert s.ask(path).startswith(b"HTTP/1.1 416")
     for bad in ("bytes=5-4", f"bytes={n}-", f"bytes=0-{n}", "bytes=-5", "bytes=0-1,3-4", "lines=0-1", "bytes=a-b"):
-        assert s.ask("/weights/0/full", f"Range: {bad}").startswith(b"HTTP/1.1 416"), bad
-    assert s.ask("/weights/0/full", f"Range: bytes={n - 3}-").endswith(
-        b"\r\n\r\n" + bytes(s.publisher.readable[0].buffer.data[-3:])
-    )
-    assert s.ask("/weights/0/full", "Range: bytes=0-0").startswith(b"HTTP/1.1 206")
-    assert s.ask("/weights/0/manifest", "Content-Length: 5", body=b"hello").startswith(b"HTTP/1.1 413")
-    assert s.ask("/weights/0/full", method="POST").startswith(b"HTTP/1.1 405")
-    assert s.ask("/weights/x/full").startswith(b"HTTP/1.1 404")
-    assert s.ask(f"/weights/0/delta/{'0' * 32}").startswith(b"HTTP/1.1 404")
+        assert s.ask(path, f"Range: {bad}").startswith(b"HTTP/1.1 416"), bad
+    assert s.ask(path, f"Range: bytes={n - 3}-").endswith(b"\r\n\r\n" + bytes(s.publisher.readable[0].buffer.data[-3:]))
+    assert s.ask(path, "Range: bytes=0-0").startswith(b"HTTP/1.1 206")
+    assert s.ask(f"{path}/manifest", "Content-Length: 5", body=b"hello").startswith(b"HTTP/1.1 413")
+    assert s.ask(path, method="POST").startswith(b"HTTP/1.1 405")
+    assert s.ask("/weights/x").startswith(b"HTTP/1.1 404")
+    assert s.ask(f"/weights/{'0' * 64}", "Range: bytes=0-").startswith(b"HTTP/1.1 404")
 
 
 def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
-    digests = [s.publisher.publish(v, moved(w, 0.01 * v)).digest for v in range(3)]
-    p = s.puller()
-    with pytest.raises(PullGone, match="withdrawn; current is 2"):
-        p.pull(s.url, 0, digests[0])
-    with pytest.raises(PullGone, match="not published"):
-        p.pull(s.url, 9, digests[0])
-    assert p.retries == 0
+    made = [s.publisher.publish(v, moved(w, 0.01 * v)) for v in range(3)]
+    p = s.puller(tries=1)
+    for digest in (made[0].digest, "0" * 64):
+        with pytest.raises(PullFailed, match=r"404 .* is not held here"):
+            p.pull(load_of(0, digest, [FileRef(digest=digest, nbytes=1)], s.ref))
     for v in (1, 2):
         p = s.puller()
-        p.pull(s.url, v, digests[v])
+        s.pull(p, made[v])
         assert equal(p.tensors(), moved(w, 0.01 * v))
 
 
-def test_unexpected_digest_is_refused(serving: Callable[..., Any]) -> None:
-    s, w = serving(), weights()
-    m = s.publisher.publish(0, w)
-    p = s.puller(tries=2)
-    with pytest.raises(PullFailed, match=f"digest {m.digest} at /weights/0/manifest, expected {'0' * 32}"):
-        p.pull(s.url, 0, "0" * 32)
+def test_failed_pull_leaves_nothing_held(serving: Callable[..., Any]) -> None:
+    s = serving()
+    p = s.puller(tries=1)
+    with pytest.raises(PullFailed):
+        p.pull(load_of(0, "0" * 64, [FileRef(digest="0" * 64, nbytes=1)], s.ref))
     assert p.held is None
     with pytest.raises(WindfallError, match="no complete version"):
         p.tensors()
@@ -292,8 +291,8 @@ def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
             if current is None or current.version not in published:
                 continue
             try:
-                got = p.pull(s.url, current.version, current.digest)
-            except PullGone:
+                got = s.pull(p, current)
+            except PullFailed:
                 assert not last
                 gone += 1
                 continue
@@ -310,8 +309,8 @@ def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
 
 def test_reader_of_a_withdrawn_version_is_disconnected(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.zeros(8_000_000)}
-    s.publisher.publish(0, w)
-    c = _hanging(s, "/weights/0/full")
+    m = s.publisher.publish(0, w)
+    c = _hanging(s, f"/weights/{m.digest}")
     for v in (1, 2):
         s.publisher.publish(v, {"big": torch.full((8_000_000,), float(v))})
     with pytest.raises(ConnectionResetError):
@@ -338,15 +337,15 @@ def test_pull_over_tls(serving: Callable[..., Any], certificate: Path) -> None:
     m = s.publisher.publish(0, w)
     trusted = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     p = s.puller(ssl=trusted)
-    p.pull(s.url, 0, m.digest)
+    s.pull(p, m)
     assert equal(p.tensors(), w)
     m = s.publisher.publish(1, moved(w, 0.01))
-    p.pull(s.url, 1, m.digest)
+    s.pull(p, m)
     assert p.delta_used == 1
     with pytest.raises(PullFailed, match="not trusted"):
-        s.puller().pull(s.url, 1, m.digest)
-    with pytest.raises(WindfallError, match="TLS is configured"):
-        p.pull(f"http://127.0.0.1:{s.port}", 2, "0" * 32)
+        s.pull(s.puller(), m)
+    with pytest.raises(PullFailed, match="TLS is configured"):
+        s.pull(p, s.publisher.publish(2, w), url=f"http://127.0.0.1:{s.port}")
 
 
 def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
@@ -418,8 +417,11 @@ def test_invalid_puller_options_are_refused() -> None:
         with pytest.raises(WindfallError):
             Puller(**options)
     for url in ("ftp://a:1", "http://", "127.0.0.1:9", "http://a:99999", "http://a:1/path"):
-        with pytest.raises(WindfallError, match="address"):
-            Puller(key="k").pull(url, 0, "0" * 32)
+        load = load_of(
+            0, "0" * 64, [FileRef(digest="0" * 64, nbytes=1)], SourceRef(id="x", kind="trainer", location=url)
+        )
+        with pytest.raises(PullFailed, match="address"):
+            Puller(key="k", tries=1).pull(load)
 
 
 def test_import_does_not_need_torch() -> None:

@@ -27,7 +27,9 @@ def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
             s.dispatch.open(e, s.listener)
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
             assert e.tokens.tolist() == expected(e)
-            assert (w.builds, w.engine.weights, w.puller.urls) == ([SPEC], "d0", ["http://127.0.0.1:99"])
+            assert (w.builds, w.engine.weights) == ([SPEC], "d0")
+            (load,) = w.puller.loads
+            assert [source.location for source in load.files[0].route.sources] == ["http://127.0.0.1:99"]
             assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0

@@ -63,10 +63,10 @@ def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
             w.may_build.clear()
-            await s.until(lambda: len(w.puller.urls) == 1, "the first version is here")
+            await s.until(lambda: len(w.puller.loads) == 1, "the first version is here")
             s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
             s.dispatch.open(episode("1/0"), s.listener)
-            await s.until(lambda: len(w.puller.urls) == 2, "the second is pulled, and nothing was built")
+            await s.until(lambda: len(w.puller.loads) == 2, "the second is pulled, and nothing was built")
             assert w.engine.weights is None
             w.may_build.set()
             await s.until(lambda: "1/0" in s.ended, "the response has ended")

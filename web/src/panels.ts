@@ -51,7 +51,7 @@ function problems(run: Run): HTMLElement {
   const list = run.history.problems.slice(-15).reverse();
   const unreadable = run.history.unreadable ? h("p", { class: "dim" }, `${run.history.unreadable} events in the log have fields that are not those of windfall. They are left out.`) : null;
   if (!list.length) return unreadable ?? h("p", { class: "dim" }, "None.");
-  return h("div", {}, unreadable, table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)])));
+  return h("div", {}, unreadable, table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? p.source ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)])));
 }
 
 export function money(run: Run): HTMLElement {

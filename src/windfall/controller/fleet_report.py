@@ -223,8 +223,8 @@ def _lender(member: Member) -> dict[str, Any]:
 
 
 def _cache(member: Member) -> dict[str, int]:
-    """What a worker last reported of its prefix cache."""
+    """What a worker last reported of its prefix cache, and of weights that it sent to others."""
     s = member.stats
     if s is None:
         return {}
-    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens}
+    return {"prefilled": s.prefilled, "prefill_saved": s.reused_tokens, "sent_bytes": s.sent_bytes}

@@ -193,7 +193,11 @@ class ControllerProcess:
     def _set_terms(self, hello: m.TrainerHello) -> None:
         f = self.recipe.fleet
         self.gate.terms = Terms(
-            model=hello.model, engine=self.life.engine_spec(hello), heartbeat_s=f.heartbeat_s, stalled_s=f.stalled_s
+            model=hello.model,
+            engine=self.life.engine_spec(hello),
+            heartbeat_s=f.heartbeat_s,
+            stalled_s=f.stalled_s,
+            upload_bytes_per_s=self.recipe.weights.upload_gbit_per_s * 1e9 / 8,
         )
 
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:

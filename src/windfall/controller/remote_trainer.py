@@ -110,9 +110,9 @@ class RemoteTrainer:
         return self._published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
 
     def _published(self, reply: m.PublishedVersion) -> NewVersion:
-        self.weights, update_bytes = reply.weights, reply.update_bytes
-        if reply.weights is not None:
-            update_bytes = min((f.nbytes for f in reply.weights.files if updates.result(f) == reply.digest), default=0)
+        self.weights = reply.weights
+        files = reply.weights.files if reply.weights is not None else ()
+        update_bytes = min((f.nbytes for f in files if updates.result(f) == reply.digest), default=0)
         return NewVersion(version=reply.version, digest=reply.digest, update_bytes=update_bytes)
 
     async def _ask(self, message: object, expected: type[Any]) -> Any:

@@ -31,6 +31,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     engine: m.EngineSpec
     heartbeat_s: float
     stalled_s: float = 60.0
+    upload_bytes_per_s: float = 0.0
 
 
 class Gate:

@@ -169,6 +169,7 @@ class Welcome(Message, frozen=True, tag=3):
     engine: EngineSpec
     heartbeat_s: float  # seconds between two Stats
     stalled_s: float = 60.0  # seconds without an engine step, despite work, after which the worker exits as stuck
+    upload_bytes_per_s: float = 0.0  # upper limit for what the worker sends to other workers; 0: none
 
 
 class Refused(Message, frozen=True, tag=4):
@@ -454,7 +455,6 @@ class PublishedVersion(Message, frozen=True, tag=52):
 
     version: int
     digest: str
-    update_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
     weights: PublishedFiles | None = None
 
 

@@ -298,7 +298,8 @@ class WeightsSection(Section):
     """Object store or folder to publish weights to, such as s3://bucket/path, gs://..., az://... or file:///folder.
     Workers that cannot reach the trainer read from it. Credentials come from the environment."""
     region: str = ""
-    """Region of the trainer. Workers in another region (their lease's) count as behind a wide link."""
+    """Region of the trainer, written as in leases. Workers in another region count as behind a wide link, which one of
+    them crosses for all. Empty: not known, and no price is counted."""
     upload_gbit_per_s: float = Field(default=0.0, ge=0)
     """Upper limit for what one worker sends to others, in Gbit/s. 0 sets none."""
     across_regions_usd_per_gb: float = Field(default=ZONE_USD_PER_GB, ge=0)

@@ -147,6 +147,14 @@ def worker(
     patience: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a controller after which the worker exits.")
     ] = 300.0,
+    weights_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port where other workers read weights from this one. 0: any free one."),
+    ] = 0,
+    weights_address: Annotated[
+        str,
+        typer.Option(help="Address at which other workers reach this machine. Default: the one that reaches the run."),
+    ] = "",
 ) -> None:
     """Join a run as a worker, from any machine and at any time. The worker may also leave at any time."""
     from windfall.worker import process as worker_process
@@ -157,18 +165,20 @@ def worker(
     if gpus:
         from windfall.worker import worker_group
 
-        if device not in ("auto", "cuda") or tensor_parallel > 1:
-            fix = "Leave out --device and --tensor-parallel, or --gpus; CUDA_VISIBLE_DEVICES selects GPUs, too."
+        if device not in ("auto", "cuda") or tensor_parallel > 1 or weights_port:
+            fix = "Leave out --device, --tensor-parallel and --weights-port, or --gpus."
             raise WindfallError("--gpus starts one worker for each GPU", where="windfall worker", fix=fix)
         options = {
             "--join": join, "--lease": lease, "--price": price, "--region": region, "--threads": threads,
             "--engine": engine, "--memory": memory, "--clouds": clouds, "--patience": patience,
             **({"--tls-ca": tls_ca} if tls_ca else {}),
+            **({"--weights-address": weights_address} if weights_address else {}),
         }  # fmt: skip
         raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
         join, token, name=name, kind=lease, device=device, region=region, price_usd_per_h=price, threads=threads,
         share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=engine, tensor_parallel=tensor_parallel,
+        weights_port=weights_port, weights_address=weights_address,
     )  # fmt: skip
 
 

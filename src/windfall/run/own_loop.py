@@ -123,7 +123,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         secret=SECRET,
         dialer=_MemoryDialer(gate, policy),  # pyright: ignore[reportArgumentType]
         hello=hello,
-        publish=_LocalVersion,
+        publish=lambda version, keep, pack: _LocalVersion(version),
         save=partial(_save, recipe, model, tokenizer, trainer),
         load=partial(trained_weights.load_into, model, trainer),
         address=lambda: _MemoryDialer.url,
@@ -135,9 +135,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     weights = TrainerWeights(lambda: service.manifest)
 
     def pull(order: m.Load, stop: threading.Event) -> PulledWeights:
-        return PulledWeights(
-            digest=weights.pull(order.url, order.version, order.digest, stop=stop).digest, tensors=None
-        )
+        return PulledWeights(digest=weights.pull(order, stop=stop).manifest.digest, tensors=None)
 
     serving = asyncio.create_task(service.run(), name="trainer")
     try:

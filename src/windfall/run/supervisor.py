@@ -107,9 +107,19 @@ class Supervisor:
         joined = self._joined or contextlib.nullcontext()
         async with self._handling_signals(fork_client), fork_client, self._showing_events(), joined:
             await self._run_processes(fork_client, environment)
+        if self.recipe.weights.bucket:
+            await asyncio.to_thread(self._clear_bucket)
         if self._error is not None:
             raise self._error
         return bool(self._end and self._end.get("finished"))
+
+    def _clear_bucket(self) -> None:
+        from windfall.weights.bucket import BucketFailed, bucket_of_run
+
+        try:
+            bucket_of_run(self.recipe.weights.bucket, self.recipe.run.name, self._token).clear()
+        except (BucketFailed, WindfallError) as e:
+            self._console.notice(f"weights may be left in the bucket: {e}")
 
     async def _run_processes(self, fork_client: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.run.cli", "_controller", str(self.folder)]

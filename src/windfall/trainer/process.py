@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from windfall import algorithms, devices, errors
@@ -45,12 +45,12 @@ from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, can
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
+from windfall.weights import buffers
+from windfall.weights.bucket import BucketStore, bucket_of_run
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
-from windfall.weights.serve import serve
-
-SERVER_START_S = 30.0
-"""Seconds in which the weight server must listen."""
+from windfall.weights.serve import serve, serve_in_thread
+from windfall.weights.uploads import BucketUploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,8 @@ class Setup:
     adapter: Any
     """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
+    bucket: str
+    """Name of the run in the bucket, if there is one."""
 
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
@@ -100,8 +102,14 @@ class RankPart:
     trainer: TorchTrainer
     publisher: Publisher
     weights: TrainedWeights
+    published: m.PublishedFiles
+    """What workers can read. The location of this rank's own server is left empty."""
     pids: list[int]
     """Processes of all ranks, in order."""
+    uploads: BucketUploads | None = None
+    """To the bucket, by the first rank of each machine."""
+    report: Callable[[m.Uploaded], None] = staticmethod(lambda done: print(done, file=sys.stderr, flush=True))
+    """Called after each upload, by any thread."""
 
     def __init__(
         self,
@@ -150,6 +158,9 @@ class RankPart:
         )
         if self.place.machine and self.place.local_rank == 0:
             self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
+        if setup.bucket and self.place.local_rank == 0:
+            store = BucketStore(recipe.weights.bucket, setup.bucket)
+            self.uploads = BucketUploads(store, lambda done: self.report(done), first=self.place.rank == 0)
         if setup.checkpoint_activations and self.trainer.learner.has_graph:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         if setup.checkpoint is not None:
@@ -160,9 +171,26 @@ class RankPart:
     def several_machines(self) -> bool:
         return self.place.local_size < self.place.size
 
-    def publish(self, version: int) -> Any:
-        """Publish the present weights as this version. Returns their manifest."""
-        return self.weights.publish(self.publisher, version, copied=self.engine.release)
+    def publish(self, version: int, keep: tuple[str, ...] = (), pack: bool = False) -> Any:
+        """Publish the present weights as this version. Returns their manifest. `keep`: files that workers may still
+        read. `pack`: compress the delta."""
+        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=pack)
+        mine = m.HolderFiles(
+            location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
+        )
+        holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
+        bucket = ""
+        if self.uploads is not None:
+            bucket, base = self.uploads.store.location, self.publisher.base
+            newest = self.publisher.readable[0].held
+            assert newest is not None
+            self.uploads.publish(newest, self.publisher.delta, keep, base=base and base.held)
+            holders = (*holders, m.HolderFiles(location=bucket, holds=self.uploads.holds()))
+        files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
+        self.published = m.PublishedFiles(
+            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
+        )
+        return manifest
 
     def build_engine(self, terms: EngineTerms) -> None:
         """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
@@ -246,17 +274,14 @@ def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
 
 def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
     """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
-    f, loop = recipe.fleet, asyncio.new_event_loop()
-    listener.raise_file_limit()
-    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
-    opening = serve(
-        publisher,
+    f = recipe.fleet
+    server = serve_in_thread(
+        publisher.files,
         host=f.host if f.host in ALL_INTERFACES else host,
         port=f.weights_port,
         key=os.environ[WEIGHTS_KEY],
         ssl=tls.server_context(f),
     )
-    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
     return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 
 
@@ -285,14 +310,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     device, dtype = choose_device(recipe, place)
     orders = join(recipe, place, device)
     loaded = await _load(recipe, folder, place, device, dtype)
-    part = _build(
-        loaded, RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
-    )
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
+    part = RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
+    _build(loaded, part, token)
     listener.raise_file_limit()
     server = await serve(
-        part.publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
+        part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
+    url = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
@@ -312,17 +337,20 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         state=loaded.state,
         secret=secret,
         dialer=dialer,
-        hello=_hello(loaded, part, f"{'https' if f.tls_cert else 'http'}://_:{server.port}"),
+        hello=_hello(loaded, part, url),
         engine=part.engine,
-        publish=lambda version: orders.call(part.publish, version),
-        update_bytes=lambda: part.publisher.readable[0].update_bytes,
+        publish=lambda version, keep, pack: orders.call(part.publish, version, keep, pack),
+        weights=lambda: _located(part.published, url),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,
     )
     try:
+        part.report = host.tell
         return await run_beside(host.run(), part.engine.run(host, terms))
     finally:
+        if part.uploads is not None:
+            part.uploads.close()
         await dialer.close()
         await server.close()
         part.publisher.close()
@@ -374,9 +402,9 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     )
 
 
-def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
+def _build(loaded: LoadedRun, part: RankPart, token: str) -> None:
     """Let all ranks build their parts."""
-    model, adapters = loaded.weights.model, loaded.weights.adapters
+    model, adapters, url = loaded.weights.model, loaded.weights.adapters, part.recipe.weights.bucket
     setup = Setup(
         model_config=model.config,
         dtype=loaded.chosen.dtype,
@@ -385,13 +413,19 @@ def _build(loaded: LoadedRun, part: RankPart) -> RankPart:
         onednn=bool(torch.backends.mkldnn.enabled),
         checkpoint=loaded.checkpoint,
         adapter=adapters.config if adapters else None,
+        bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
     )
     part.orders.call(part.build, setup)
     if loaded.sharded:
         model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
-    return part
+
+
+def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:
+    """With the address of the weight server of rank 0."""
+    holders = (msgspec.structs.replace(each, location=each.location or url) for each in files.holders)
+    return msgspec.structs.replace(files, holders=tuple(holders))
 
 
 def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.TrainerHello]:

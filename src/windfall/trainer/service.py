@@ -119,11 +119,12 @@ class EngineTerms:
 class TrainerService:
     trainer: Trainer
     state: CheckpointState
-    publish: Callable[[int], Any]
-    """Publishes the trainer's weights as this version; returns their manifest. May call `engine.release`."""
+    publish: Callable[[int, tuple[str, ...], bool], Any]
+    """Publishes the trainer's weights as this version, and returns their manifest. Further arguments: `keep` and `pack`
+    of m.Publish. May call `engine.release`."""
     save: Callable[[CheckpointState], Any]
-    update_bytes: Callable[[], int] = lambda: 0
-    """Returns the bytes that a worker with the previous version must pull for the one published last."""
+    weights: Callable[[], m.PublishedFiles | None] = lambda: None
+    """Returns what workers can read; None: they need not read."""
     hello: Callable[..., m.TrainerHello]
     """Builds the TrainerHello from protocol, nonce, proof, step, next_task, version and digest."""
     secret: str
@@ -158,14 +159,25 @@ class TrainerService:
         """Manifest of the weights' version. None from a step's first update until its result is published."""
         return None if self._updates else self._manifest
 
+    def tell(self, message: m.Uploaded) -> None:
+        """Send the controller a message that it has not asked for, if it is connected. Any thread may call it."""
+        asyncio.run_coroutine_threadsafe(self._tell(message), self._loop)
+
+    async def _tell(self, message: m.Uploaded) -> None:
+        if self._link is not None:
+            with contextlib.suppress(LinkClosed):
+                await self._link.send(message)
+
     async def run(self) -> int:
         """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
         refusals, unwelcome, logged = 0, 0, ""
         self._manifest: Any = None
+        self._link: Link | None = None
+        self._loop = asyncio.get_running_loop()
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
-            self._manifest = await self.run_in_thread(self.publish, self.state.step)
+            self._manifest = await self.run_in_thread(self.publish, self.state.step, (), False)
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
                 earlier, unwelcome = unwelcome, 0
@@ -175,11 +187,12 @@ class TrainerService:
                     try:
                         await self._handshake(link)
                         self.connected.set()
+                        self._link = link
                         refusals, unwelcome, logged = 0, 0, ""
                         try:
                             await self._serve(link)
                         finally:
-                            last_link_s = time.monotonic()
+                            self._link, last_link_s = None, time.monotonic()
                     finally:
                         await link.close()
                 except LinkClosed as e:
@@ -207,7 +220,7 @@ class TrainerService:
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
             self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
-            version=self._manifest.version, digest=self._manifest.digest,
+            version=self._manifest.version, digest=self._manifest.digest, weights=self.weights(),
         )  # fmt: skip
         await handshake.join(link, handshake.TRAINER, self.secret, hello)
 
@@ -268,7 +281,7 @@ class TrainerService:
                     )
                 return m.Optimized(report=asdict(report))
             case m.Publish():
-                return await self._publish()
+                return await self._publish(request.keep, request.pack)
             case m.Save():
                 return m.Saved(path=str(await self.run_in_thread(self.save, self.state)))
             case m.LoadCheckpoint():
@@ -276,17 +289,15 @@ class TrainerService:
                 self._completed = await self.run_in_thread(self.load, request.path, room=True)
                 return await self._publish()
 
-    async def _publish(self) -> m.PublishedVersion:
+    async def _publish(self, keep: tuple[str, ...] = (), pack: bool = False) -> m.PublishedVersion:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
-        self._manifest = await self.run_in_thread(self.publish, self._completed.step)
+        self._manifest = await self.run_in_thread(self.publish, self._completed.step, keep, pack)
         self.state, self._completed, self._updates = self._completed, None, 0
-        return m.PublishedVersion(
-            version=self._manifest.version, digest=self._manifest.digest, update_bytes=self.update_bytes()
-        )
+        return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
     def _update(self) -> Any:
         self.engine.invalidate()

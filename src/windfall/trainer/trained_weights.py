@@ -51,15 +51,17 @@ class TrainedWeights:
         trained = self.adapters.parameters
         return {"parameters": total - trained, "adapter_parameters": trained, "adapter_rank": self.adapters.config.rank}
 
-    def publish(self, publisher: Any, version: int, *, copied: Callable[[], None] | None = None) -> Any:
+    def publish(
+        self, publisher: Any, version: int, *, copied: Callable[[], None] | None = None, pack: bool = False
+    ) -> Any:
         """Publish the present weights as this version. Returns their manifest. `copied` is called once they may change
-        again."""
+        again. `pack`: compress the delta."""
         if self.adapters is None:
-            return publisher.publish(version, _shards(self.model.state_dict()), copied=copied)
+            return publisher.publish(version, _shards(self.model.state_dict()), copied=copied, pack=pack)
         if not self._base_digest:
             self._base_digest = publisher.publish_base(_shards(self.adapters.base_tensors())).digest
         tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
-        return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale)
+        return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale, pack=pack)
 
     def write_published(self, module: Any, publisher: Any, collect: Callable[[], Any], folder: Path) -> None:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
@@ -107,14 +109,14 @@ def collect(publisher: Any, ranks: Any) -> Any:
 
     version = publisher.readable[0]
     plan, mine = version.plan, version.buffer.data
-    if not plan.sources:
+    if len(plan.file.parts) == 1:
         return version.buffer
-    parts = plan.parts(ranks.rank) if plan.shares[ranks.rank].leader == ranks.rank else []
+    parts = plan.file.parts.get(ranks.rank, ())
     if not ranks.first:
         rows = [piece for a, b in parts for piece in pieces(a, torch.from_numpy(mine[a:b]))]
         send_to_first(ranks, rows, lambda at, data: None)
         return None
-    whole = Buffer(plan.nbytes, publisher.folder)
+    whole = Buffer(plan.file.nbytes, publisher.folder)
     for start, stop in parts:
         whole.data[start:stop] = mine[start:stop]
 

@@ -47,14 +47,36 @@ def handle_of(fd: int, nbytes: int) -> BufferHandle:
     return BufferHandle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
 
 
+def open_buffer(handle: BufferHandle, mode: int) -> int:
+    """A descriptor of the buffer of another process of this machine, which must not have closed it."""
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    try:
+        fd = os.open(path, mode | os.O_CLOEXEC)
+    except OSError as e:
+        what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
+        fix = "Run all processes of a machine as one user, and in one container."
+        raise WindfallError(what, where=path, fix=fix) from e
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+        os.close(fd)
+        raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
+    return fd
+
+
 class Buffer:
     """`nbytes` zeroed bytes. `data` is an array to read and write; `dup` gives a descriptor to send from. Numpy views
     may outlive `close`."""
 
     def __init__(
-        self, nbytes: int, folder: Path | None = None, *, used: Sequence[tuple[int, int]] | None = None
+        self,
+        nbytes: int,
+        folder: Path | None = None,
+        *,
+        used: Sequence[tuple[int, int]] | None = None,
+        lazy: bool = False,
     ) -> None:
-        """`used`: the ranges (start, stop) that will be written, if not all; only these get memory."""
+        """`used`: the ranges (start, stop) that will be written, if not all; only these get memory. `lazy`: get memory
+        when it is written, which several threads do faster than one does now."""
         used = [(0, nbytes)] if used is None else used
         room = sum(stop - start for start, stop in used)
         in_memory = room < MAX_MEMORY_SHARE * free_bytes()
@@ -63,7 +85,7 @@ class Buffer:
         try:
             os.ftruncate(fd, max(nbytes, 1))
             # Allocating the pages now makes a full disk an error here instead of a SIGBUS at a later write.
-            for start, stop in used:
+            for start, stop in () if lazy and in_memory else used:
                 os.posix_fallocate(fd, start, max(stop - start, 1))
         except OSError as e:
             os.close(fd)
@@ -75,17 +97,7 @@ class Buffer:
     @classmethod
     def map(cls, handle: BufferHandle) -> Buffer:
         """The buffer of another process of this machine, which must not have closed it."""
-        path = f"/proc/{handle.pid}/fd/{handle.fd}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as e:
-            what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
-            fix = "Run all processes of a machine as one user, and in one container."
-            raise WindfallError(what, where=path, fix=fix) from e
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
-            os.close(fd)
-            raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
+        fd = open_buffer(handle, os.O_RDWR)
         self = cls.__new__(cls)
         self.handle = handle
         self._open(fd, handle.nbytes)
@@ -98,6 +110,10 @@ class Buffer:
         self.open = True
         self._lock = threading.Lock()
         self._locked: list[int] | None = None  # addresses of locked ranges
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.mapped)[: self.nbytes]
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Lock the pages of these ranges, which are in order, for copies from and to a GPU. Only the first call has an

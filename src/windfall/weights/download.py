@@ -1,367 +1,189 @@
-"""Downloads one file into a buffer: ranges in parallel, every chunk verified, no byte requested twice without need.
+"""Reads one file into a buffer: ranges in parallel, every chunk verified.
 
-The chunks may come from several servers. Connections are spread over the servers that still have missing chunks, with
-at least one for each, so that all of them send at once.
-
-- A chunk is in `verified` only after its bytes in the buffer were hashed and the checksum matched. A damaged chunk is
-  downloaded again, at most `tries` times.
-- After a broken connection a range continues at the next byte. The download fails only if the connection breaks `tries`
-  times in a row without a byte received in between; the wait after each break grows exponentially. If one of several
-  servers fails, the download fails, and the error names that server.
-- A connection reads from the socket directly into the caller's buffer, and the caller knows every byte that arrived
-  before a break; the standard library's HTTP client does not report that. Every wait ends: with bytes, after
-  `timeout_s` without any (ConnectionBroken), or within POLL_S after `stopped` returns true (PullFailed).
-- However the download ends, `verified` is correct: the next download into this buffer requests only the missing chunks.
+- A chunk counts only after its bytes in the buffer were verified: by its checksum if all of them came from trusted
+  sources, otherwise by its seal. A damaged chunk is requested once more; a source that sends it wrong again is dropped.
+- After a break a span of chunks goes on at the next byte, perhaps at another source (file_sources.py).
+- Connections are spread over the sources that still have missing chunks, and all read in the order of the file, so that
+  a reader that follows another finds its chunks. Every second their number doubles, while that makes the read faster:
+  one connection over a long way is slow.
+- However the read ends, `done` was called for each chunk that is verified.
 """
 
 from __future__ import annotations
 
-import socket
-import ssl
-import struct
-import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar
-from urllib.parse import urlsplit
+from collections import deque
+from collections.abc import Callable, Iterable
 
-import xxhash
-
-from windfall.backoff import delay_s
 from windfall.errors import WindfallError
-from windfall.link.network import in_url
-from windfall.weights.manifest import MAX_MANIFEST_BYTES, ChunkedManifest
+from windfall.link.messages import SourceRef
+from windfall.weights.file_sources import FileSources
+from windfall.weights.manifest import Manifest, decode
+from windfall.weights.source import Source, SourceBroken, SourceWrong
 
-POLL_S = 0.25
-MAX_HEAD_BYTES = 16 << 10
-READ_BYTES = 1 << 20  # bytes read at once, and hashed while they are still in the CPU's cache
-SPAN_BYTES = 256 << 20  # maximum of one request, so that a slow connection leaves work for the others
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-T = TypeVar("T")
-
-
-class PullFailed(Exception):
-    """The weights could not be pulled; the text says what failed."""
+SPAN_BYTES = 64 << 20  # maximum of one request, so that a slow connection leaves work for the others
+MAX_CONNECTIONS = 64
+GROWTH = 1.2  # twice the connections must make a read this much faster
+SLOW_S, SLOW_SHARE = 5, 0.25
+"""A read below this share of its best rate for this long (seconds) is reported."""
 
 
-class PullGone(PullFailed):
-    """The server does not have this version any more, or not yet. The caller should pull a newer one."""
+def read_manifest(sources: FileSources) -> Manifest:
+    found: list[Manifest] = []
 
-
-class PullDamaged(PullFailed):
-    """The same bytes arrived damaged on every attempt."""
-
-
-class ConnectionBroken(Exception):
-    """The connection failed; a retry may succeed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
-    host: str
-    port: int
-    tls: ssl.SSLContext | None
-    key: str
-    timeout_s: float  # seconds without a byte after which a connection counts as broken
-
-    @property
-    def name(self) -> str:
-        return f"{in_url(self.host)}:{self.port}"
-
-
-def parse_address(url: str, *, key: str, timeout_s: float, tls: ssl.SSLContext | None) -> Address:
-    fix = "Use an address like http://10.0.0.5:9001."
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as e:
-        raise WindfallError(f"not an address: {e}", where=url, fix=fix) from e
-    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
-        raise WindfallError("not the address of a weight server", where=url, fix=fix)
-    if parts.scheme == "http" and tls is not None:
-        raise WindfallError("TLS is configured, but the address is not https", where=url, fix="Use https://.")
-    if parts.scheme == "https":
-        tls = tls or ssl.create_default_context()
-    return Address(host=host, port=port or (443 if tls else 80), tls=tls, key=key, timeout_s=timeout_s)
-
-
-def _connect(to: Address) -> socket.socket:
-    try:
-        sock = socket.create_connection((to.host, to.port), timeout=to.timeout_s)
+    def read(source: Source) -> None:
+        data = source.manifest(sources.file)
+        sources.count(source.ref.id, len(data))
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return to.tls.wrap_socket(sock, server_hostname=to.host) if to.tls else sock
-        except OSError:
-            sock.close()
-            raise
-    except ssl.SSLCertVerificationError as e:
-        raise PullFailed(f"the certificate of {to.name} is not trusted: {e.verify_message}") from e
-    except OSError as e:
-        raise ConnectionBroken(f"connecting to {to.name}: {e}") from e
+            found.append(decode(data, sources.file))
+        except WindfallError as e:
+            raise SourceWrong(f"{source.ref.location} has a wrong manifest of {sources.file}: {e}") from e
 
-
-class WeightConnection:
-    def __init__(self, to: Address, stopped: Callable[[], bool]) -> None:
-        self.to = to
-        self._stopped = stopped
-        self._buffered = b""
-        self._sock, self._flags = _connect(to), 0
-        slice_s = min(POLL_S, to.timeout_s)
-        self._sock.settimeout(slice_s)
-        if not to.tls and sys.platform == "linux":
-            # The kernel enforces the timeout: one call per read instead of two, and it may wait for the whole piece.
-            self._sock.settimeout(None)
-            limit = struct.pack("@ll", int(slice_s), int(slice_s % 1 * 1e6))
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            self._flags = socket.MSG_WAITALL
-
-    def get(self, path: str, start: int = 0, stop: int | None = None) -> int:
-        """Request bytes `start` to `stop` of `path`. Returns their number; they must be read before the next `get`."""
-        head = f"GET {path} HTTP/1.1\r\nHost: {self.to.name}\r\nAuthorization: Bearer {self.to.key}\r\n"
-        head += "\r\n" if stop is None else f"Range: bytes={start}-{stop - 1}\r\n\r\n"
-        try:
-            self._sock.sendall(head.encode())
-        except OSError as e:
-            raise ConnectionBroken(f"requesting {path} from {self.to.name}: {e}") from e
-        status, length = self._read_head(path)
-        if status != (200 if stop is None else 206):
-            self._raise_refused(status, length, path)
-        if stop is not None and length != stop - start:
-            raise ConnectionBroken(f"{self.to.name} sends {length} bytes of {path}, expected {stop - start}")
-        return length
-
-    def read_into(self, view: memoryview) -> int:
-        """Read at least one byte and at most the length of the view. Returns the number of bytes read."""
-        if self._buffered:
-            n = min(len(view), len(self._buffered))
-            view[:n], self._buffered = self._buffered[:n], self._buffered[n:]
-            return n
-        return self._recv(view, self._flags)
-
-    def read(self, length: int) -> bytes:
-        data, at = bytearray(length), 0
-        while at < length:
-            at += self.read_into(memoryview(data)[at:])
-        return bytes(data)
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _read_head(self, path: str) -> tuple[int, int]:
-        data, piece = b"", bytearray(4096)
-        while b"\r\n\r\n" not in data:
-            if len(data) > MAX_HEAD_BYTES:
-                what = f"a header of more than {MAX_HEAD_BYTES} bytes"
-                raise ConnectionBroken(f"{self.to.name} answered {path} with {what}")
-            data += piece[: self._recv(memoryview(piece), 0)]
-        head, _, self._buffered = data.partition(b"\r\n\r\n")
-        first, *lines = head.decode("latin-1").split("\r\n")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status, length = first.split(" ")[1:2], fields.get("content-length", "")
-        if not first.startswith("HTTP/1.") or not status or not status[0].isdigit() or not length.isdigit():
-            raise ConnectionBroken(f"{self.to.name} answered {path} unlike a weight server")
-        return int(status[0]), int(length)
-
-    def _raise_refused(self, status: int, length: int, path: str) -> NoReturn:
-        try:
-            why = self.read(min(length, 500)).decode(errors="replace").strip()
-        except ConnectionBroken:
-            why = ""
-        what = f"{self.to.name} refused {path}: {status} {why}".strip()
-        if status in (404, 410):
-            raise PullGone(what)
-        if status >= 500:
-            raise ConnectionBroken(what)
-        raise PullFailed(what)
-
-    def _recv(self, view: memoryview, flags: int) -> int:
-        started = time.monotonic()
-        while True:
-            if self._stopped():
-                raise PullFailed(f"stopped while reading from {self.to.name}")
-            try:
-                n = self._sock.recv_into(view, 0, flags) if flags else self._sock.recv_into(view)
-            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as e:
-                if time.monotonic() - started >= self.to.timeout_s:
-                    raise ConnectionBroken(f"waited {self.to.timeout_s:g} s for {self.to.name} to send") from e
-                continue
-            except OSError as e:
-                raise ConnectionBroken(f"reading from {self.to.name}: {e}") from e
-            if n == 0:
-                raise ConnectionBroken(f"{self.to.name} closed the connection")
-            return n
-
-
-@dataclass
-class Retry:
-    """Counts broken connections in a row, and backs off between them."""
-
-    tries: int
-    stop: threading.Event
-    stopped: Callable[[], bool]
-    failures: int = 0
-    total: int = 0
-
-    def back_off(self, why: Exception, what: str) -> None:
-        """Wait before the next attempt, or raise PullFailed after the last one."""
-        self.failures += 1
-        if self.failures >= self.tries:
-            raise PullFailed(f"{what}: {why}; no byte in {self.tries} attempts") from why
-        self.total += 1
-        self.stop.wait(delay_s(self.failures - 1, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
-        if self.stopped():
-            raise PullFailed(f"{what}: stopped") from why
-
-
-def download_manifest(to: Address, path: str, retry: Retry, parse: Callable[[bytes], T]) -> tuple[T, int]:
-    """Returns the result of `parse` and the size in bytes. `parse` raises ConnectionBroken or WindfallError if it does
-    not get what it expects: the bytes may be damaged, and a retry may succeed."""
-    while True:
-        try:
-            with closing(WeightConnection(to, retry.stopped)) as connection:
-                length = connection.get(path)
-                if length > MAX_MANIFEST_BYTES:
-                    raise PullFailed(f"{path} has {length} bytes; the limit is {MAX_MANIFEST_BYTES}")
-                return parse(connection.read(length)), length
-        except (ConnectionBroken, WindfallError) as e:
-            retry.back_off(e, path)
+    source = None
+    while not found:
+        source = sources.attempt(1, source, read)
+    if source is not None:
+        source.close()
+    return found[0]
 
 
 class Download:
     def __init__(
         self,
-        servers: Sequence[Address],
-        path: str,
+        sources: FileSources,
+        manifest: Manifest,
         view: memoryview,
-        source: ChunkedManifest,
-        verified: list[int | None],
-        *,
-        tries: int,
-        stop: threading.Event,
-        on_bytes: Callable[[int], None],
+        missing: Iterable[int],
+        done: Callable[[int], None],
     ) -> None:
-        """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
-        self.servers = servers
-        self.path = path
+        """Reads the `missing` chunks into `view`, which is as long as the file. Threads call `done` for each."""
+        self.sources = sources
+        sources.verified = self._first_missing
+        self.manifest = manifest
         self.view = view
-        self.chunks = source.chunks
-        self._bounds = source.bounds()
-        self._server_of = source.chunk_servers()
-        self._chunk_bytes = source.chunk_bytes
-        self.verified = verified
-        self.tries = tries
-        self.stop = stop
-        self._on_bytes = on_bytes
-        self.retries = 0
-        self._damaged: Counter[int] = Counter()
-        self._lock, self._failed = threading.Lock(), threading.Event()
-        self._errors: list[PullFailed] = []
+        self._done = done
+        self._bounds = manifest.bounds()
+        self._lock = threading.Lock()
+        self._missing = set(missing)
+        self._grouped: object = None
+        """The route by which the queues were made."""
+        self._queues: dict[tuple[SourceRef, ...], deque[int]] = {(): deque(sorted(self._missing))}
+        """By sources: the chunks that no connection has begun."""
+        self._threads: list[threading.Thread] = []
+        self._damaged: set[tuple[int, str]] = set()
+        self._received = 0
+        self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
-        missing = [i for i, c in enumerate(self.chunks) if self.verified[i] != c]
-        for i in missing:
-            self.verified[i] = None
-        longest = max(1, min(SPAN_BYTES // self._chunk_bytes, len(missing) // (4 * parallel)))
-        by_server: list[list[int]] = [[] for _ in self.servers]
-        for i in missing:
-            by_server[self._server_of[i]].append(i)
-        self._spans = [deque(spans(chunks, longest)) for chunks in by_server]
-        busy = [server for server, chunks in enumerate(by_server) if chunks]
-        threads = [
-            threading.Thread(target=self._download_spans, args=(busy[n % len(busy)],), name=f"pull-{n}", daemon=True)
-            for n in range(min(max(parallel, len(busy)), sum(map(len, self._spans))))
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:  # every wait of a thread ends within the timeout of a connection
-            t.join()
-        if self._errors:
-            raise next((e for e in self._errors if isinstance(e, PullGone)), self._errors[0])
-
-    def _download_spans(self, server: int) -> None:
-        """Download from one server until it has no more spans, then from the one with the most."""
-        retry, connection = Retry(self.tries, self.stop, self._stopped), None
-        try:
-            while (found := self._next_span(server)) is not None and not self._stopped():
-                if connection and found[0] != server:
-                    connection.close()
-                    connection = None
-                server, (first, stop) = found
-                connection = self._download_span(self.servers[server], first, stop, connection, retry)
-        except PullFailed as e:
-            with self._lock:
-                self._errors.append(e)
-            self._failed.set()
-        finally:
-            with self._lock:
-                self.retries += retry.total
-            if connection:
-                connection.close()
-
-    def _next_span(self, server: int) -> tuple[int, tuple[int, int]] | None:
+        """`parallel`: connections at the beginning; at least one for each group of sources."""
         with self._lock:
-            if not self._spans[server]:
-                server = max(range(len(self._spans)), key=lambda i: len(self._spans[i]))
-            return (server, self._spans[server].popleft()) if self._spans[server] else None
+            self._group()
+        self._start(max(parallel, len(self._queues)))
+        best = rate = last = slow_s = 0
+        while any(t.is_alive() for t in self._threads):
+            before, ends_s = self._received, time.monotonic() + 1.0
+            for t in self._threads:  # every wait of a thread ends
+                t.join(max(0.0, ends_s - time.monotonic()))
+            last, rate = rate, self._received - before
+            if rate > GROWTH * last and best == last:
+                self._start(min(len(self._threads), MAX_CONNECTIONS - len(self._threads)))
+            best = max(best, rate)
+            slow_s = slow_s + 1 if rate < SLOW_SHARE * best else 0
+            if slow_s == SLOW_S:
+                self.sources.report_slow()
+        if self._error is not None:
+            raise self._error
 
-    def _stopped(self) -> bool:
-        return self._failed.is_set() or self.stop.is_set()
+    def _start(self, count: int) -> None:
+        numbers = range(len(self._threads), len(self._threads) + min(count, len(self._missing)))
+        new = [threading.Thread(target=self._read_spans, args=(n,), name=f"pull-{n}", daemon=True) for n in numbers]
+        self._threads += new
+        for t in new:
+            t.start()
 
-    def _download_span(
-        self, to: Address, first: int, stop: int, connection: WeightConnection | None, retry: Retry
-    ) -> WeightConnection | None:
-        """Download chunks `first` to `stop`. Returns the connection for the next span."""
-        chunk, at, end, hasher = first, self._bounds[first], self._bounds[stop], xxhash.xxh3_64()
+    def _read_spans(self, number: int) -> None:
+        source, of = None, ()
+        try:
+            while (found := self._next_span(number, of)) is not None:
+                of, first, stop = found
+                source = self._read_span(first, stop, source)
+        except Exception as e:  # fault boundary: `run` raises it
+            self._error = self._error or e
+            self.sources.give_up()
+        finally:
+            if source is not None:
+                source.close()
+
+    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], int, int] | None:
+        """Chunks `first` to `stop` of the same sources as before, if these have more, and otherwise of others."""
+        with self._lock:
+            self._group()
+            if not self._queues.get(of):
+                self._queues = {key: queue for key, queue in self._queues.items() if queue}
+                if not self._queues:
+                    return None
+                of = list(self._queues)[number % len(self._queues)]
+            queue = self._queues[of]
+            longest = max(1, min(SPAN_BYTES // self.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
+            first = stop = queue.popleft()
+            stop += 1
+            while queue and queue[0] == stop and stop - first < longest:
+                stop = queue.popleft() + 1
+            return of, first, stop
+
+    def _group(self) -> None:
+        """Arrange the chunks anew if the route has changed."""
+        if self._grouped is not self.sources.route:
+            self._grouped, left = self.sources.route, sorted(i for queue in self._queues.values() for i in queue)
+            self._queues = {}
+            for i in left:
+                self._queues.setdefault(self.sources.of(self._bounds[i + 1]), deque()).append(i)
+
+    def _read_span(self, first: int, stop: int, source: Source | None) -> Source | None:
+        """Read chunks `first` to `stop`. Returns the source for the next span."""
+        chunk, at, end = first, self._bounds[first], self._bounds[stop]
+        senders: dict[str, bool] = {}  # of the bytes of this chunk: whether each is trusted
+
+        def read(source: Source) -> None:
+            nonlocal chunk, at
+            promised = at + source.open(self.sources.file, at, end)
+            while at < promised:
+                limit = self._bounds[chunk + 1]
+                n = source.read_into(self.view[at : min(limit, promised)])
+                at += n
+                senders[source.ref.id] = source.trusted
+                with self._lock:
+                    self._received += n
+                self.sources.count(source.ref.id, n)
+                if at == limit:
+                    trusted, alone = all(senders.values()), len(senders) == 1
+                    senders.clear()
+                    at = self._bounds[chunk]
+                    if not self.manifest.is_chunk(chunk, self.view[at:limit], trusted=trusted):
+                        self._reject(chunk, source, alone)
+                    at = limit
+                    self._finish(chunk)
+                    chunk += 1
+
         while at < end:
-            try:
-                connection = connection or WeightConnection(to, self._stopped)
-                connection.get(self.path, at, end)
-                while at < end:
-                    limit = self._bounds[chunk + 1]
-                    n = connection.read_into(self.view[at : min(limit, at + READ_BYTES)])
-                    hasher.update(self.view[at : at + n])
-                    at += n
-                    retry.failures = 0
-                    with self._lock:
-                        self._on_bytes(n)
-                    if at == limit:
-                        intact = hasher.intdigest() == self.chunks[chunk]
-                        hasher.reset()
-                        if not intact:
-                            at = self._bounds[chunk]
-                            self._reject(chunk, to)
-                        self.verified[chunk] = self.chunks[chunk]
-                        chunk += 1
-            except ConnectionBroken as e:
-                if connection:
-                    connection.close()
-                connection = None
-                retry.back_off(e, f"{self.path} at byte {at} of {len(self.view)}")
-        return connection
+            source = self.sources.attempt(self._bounds[chunk + 1], source, read)
+        return source
 
-    def _reject(self, chunk: int, to: Address) -> NoReturn:
-        self._damaged[chunk] += 1
-        what = f"chunk {chunk} of {self.path} arrived damaged from {to.name}"
-        if self._damaged[chunk] >= self.tries:
-            raise PullDamaged(f"{what}, {self.tries} times")
-        raise ConnectionBroken(what)
+    def _finish(self, chunk: int) -> None:
+        self._done(chunk)
+        with self._lock:
+            self._missing.discard(chunk)
 
+    def _first_missing(self) -> int:
+        with self._lock:
+            return self._bounds[min(self._missing, default=len(self._bounds) - 1)]
 
-def spans(missing: Sequence[int], max_chunks: int) -> list[tuple[int, int]]:
-    """Runs of consecutive chunks, each at most `max_chunks` long.
-
-    >>> spans([0, 1, 2, 5, 6, 9], 2)
-    [(0, 2), (2, 3), (5, 7), (9, 10)]
-    """
-    out: list[tuple[int, int]] = []
-    for i in missing:
-        if out and out[-1][1] == i and i - out[-1][0] < max_chunks:
-            out[-1] = (out[-1][0], i + 1)
-        else:
-            out.append((i, i + 1))
-    return out
+    def _reject(self, chunk: int, source: Source, alone: bool) -> None:
+        """`alone`: all bytes of the chunk came from this source."""
+        what = f"{source.ref.location} sent chunk {chunk} of {self.sources.file} damaged"
+        if (chunk, source.ref.id) in self._damaged:
+            raise SourceWrong(f"{what} twice")
+        if alone:
+            self._damaged.add((chunk, source.ref.id))
+        raise SourceBroken(what)

@@ -1,40 +1,45 @@
-"""The manifest of a version of the weights: its tensors, their byte ranges, and a checksum of every chunk.
+"""The manifest of a file of weights: its chunks with their hashes, and what the file is.
+
+    file           entries     before, after
+    a full copy    tensors     -                the weights of a version, or the base of adapters
+    an adapter     tensors     -                `base` is the full copy that it applies to, times `scale`
+    a delta        -           two full copies  turns the one into the other (delta.py)
 
 Rules of a manifest, which `decode` checks before the manifest is used:
 
 - a tensor starts at a multiple of 64 bytes, ends inside the buffer, and its size matches its dtype and shape;
 - two entries share all of their bytes (tied tensors: one range, several names) or none;
-- the buffer is split into chunks at every multiple of `chunk_bytes`; each chunk has one xxh3_64 checksum;
-- the digest covers layout and chunk checksums but not the version: same bytes, same digest.
+- the file is split into chunks at every multiple of `chunk_bytes`, and at `cuts`: where the bytes of one machine of the
+  trainer end and those of the next begin. So the hashes of a chunk are computed on the machine that has its bytes;
+- the digest names the file. It covers everything but the version: same bytes, same digest.
 
-Weights that several machines hold have two more rules:
-
-- `sources` says which server has which bytes; the buffer is also split where one source ends and the next begins. Every
-  chunk therefore comes from one server, and its checksum is computed on the machine that has its bytes;
-- `sources` and `servers` are not in the digest. A wrong source gives wrong bytes, and these fail their checksum.
-
-The tensors of an adapter apply to other weights, with digest `base`, and are added to them times `scale`. Both are in
-the digest, but only if they are set, so the digest of weights without an adapter does not depend on them.
-
-The checksums detect damage, not forgery: a puller receives the digest over a link that it trusts.
+A reader receives the digest over a link that it trusts; the manifest and the chunks may come from anywhere. Each chunk
+has two hashes: the checksum (xxh3_64) finds damage, and suffices for bytes of the trainer; the seal (BLAKE3) also
+resists forgery, and costs twice the time. BLAKE3 makes the digest, too.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any
 
+import blake3
 import msgspec
+import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
+from windfall.link.messages import FileRef
 
 ALIGN_BYTES = 64
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 1 << 30
+MAX_CHUNK_BYTES = 1 << 30
 MAX_BYTES = 1 << 44  # 16 TiB. No model is larger, so a larger number is an error.
 MAX_ENTRIES = 1 << 20
+MAX_CHUNKS = 1 << 14  # of a file that is published; so its manifest has less than a MB of hashes
+SEAL_BYTES = 32
 MAX_MANIFEST_BYTES = 128 << 20  # Enough for a million tensors. A larger answer is refused.
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -52,68 +57,76 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nbytes: int
 
 
-class ChunkedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     nbytes: int
     chunk_bytes: int
-    chunks: tuple[int, ...]  # xxh3_64 of each chunk
-    digest: str  # hexadecimal xxh3_128 of layout and chunk checksums
+    chunks: bytes  # checksum of each chunk, 8 bytes each, little endian
+    seals: bytes  # seal of each chunk
+    digest: str = ""  # hexadecimal BLAKE3
+    cuts: tuple[int, ...] = ()  # further chunk bounds
+    version: int = -1
+    entries: tuple[TensorEntry, ...] = ()
+    base: str = ""
+    scale: float = 1.0
+    before: str = ""
+    after: str = ""
+    result: bytes = b""  # a delta: the manifest of `after`, because its reader may find no copy of `after`
+
+    @property
+    def ref(self) -> FileRef:
+        return FileRef(digest=self.digest, nbytes=self.nbytes, before=self.before or self.base, after=self.after)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     def bounds(self) -> list[int]:
         """Chunk `i` has the bytes from `bounds[i]` to `bounds[i + 1]`."""
-        return chunk_bounds(self.nbytes, self.chunk_bytes)
+        return chunk_bounds(self.nbytes, self.chunk_bytes, self.cuts)
 
-    def chunk_servers(self) -> list[int]:
-        """The number of the server that has each chunk."""
-        return [0] * len(self.chunks)
+    def checksums(self) -> list[int]:
+        return np.frombuffer(self.chunks, "<u8").tolist()
 
+    def is_chunk(self, i: int, data: Any, *, trusted: bool) -> bool:
+        """Whether these are the bytes of chunk `i`: by its checksum if their source is trusted, otherwise by its
+        seal."""
+        if trusted:
+            return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little") == self.chunks[8 * i : 8 * i + 8]
+        return blake3.blake3(data).digest() == self.seal(i)
 
-class Manifest(ChunkedManifest, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    version: int
-    entries: tuple[TensorEntry, ...]
-    base: str = ""  # digest of the weights that these tensors are an adapter of
-    scale: float = 1.0  # factor of the adapter
-    servers: tuple[str, ...] = ()  # addresses; "", or no server at all: the one that the manifest came from
-    sources: tuple[tuple[int, int], ...] = ()  # (first byte, number of its server), up to the next one
-
-    def bounds(self) -> list[int]:
-        return chunk_bounds(self.nbytes, self.chunk_bytes, (start for start, _ in self.sources))
-
-    def chunk_servers(self) -> list[int]:
-        starts = [start for start, _ in self.sources]
-        return [self.sources[bisect_right(starts, at) - 1][1] if starts else 0 for at in self.bounds()[:-1]]
+    def seal(self, i: int) -> bytes:
+        return self.seals[SEAL_BYTES * i : SEAL_BYTES * (i + 1)]
 
     def ranges(self) -> list[TensorEntry]:
         return byte_ranges(self.entries)
 
 
-class DeltaManifest(ChunkedManifest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The manifest of a delta: a blob that turns the weights with digest `base` into those with `digest`."""
-
-    base: str
-
-
-T = TypeVar("T", Manifest, DeltaManifest)
+def hash_chunk(*pieces: Any) -> tuple[bytes, bytes]:
+    """Checksum and seal of a chunk, whose bytes may be in several pieces."""
+    checksum, seal = xxhash.xxh3_64(), blake3.blake3()
+    for data in pieces:
+        checksum.update(data)
+        seal.update(data)
+    return checksum.intdigest().to_bytes(8, "little"), seal.digest()
 
 
 def make(**fields: Any) -> Manifest:
     """Build a manifest with its digest, and check it like a received one."""
-    manifest = Manifest(**fields, digest="")
-    manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
-    _check(manifest)
-    return manifest
+    made = Manifest(**fields)
+    made = msgspec.structs.replace(made, digest=digest_of(made))
+    _check(made)
+    return made
 
 
-def decode(data: bytes, kind: type[T]) -> T:
-    """Decode a manifest of this kind. Raises WindfallError if it violates a rule."""
+def decode(data: bytes, digest: str = "") -> Manifest:
+    """Decode a manifest, which must have this digest, if one is given. Raises WindfallError if it violates a rule."""
     try:
-        manifest = msgspec.msgpack.decode(data, type=kind)
+        made = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.MsgspecError as e:
         raise _invalid(f"cannot be decoded: {e}") from e
-    _check(manifest)
-    return manifest
+    if digest and made.digest != digest:
+        raise _invalid(f"it has digest {made.digest}, expected {digest}")
+    _check(made)
+    return made
 
 
 def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorEntry, ...], int]:
@@ -152,26 +165,45 @@ def width(dtype: str, name: str) -> int:
     return WIDTHS[dtype]
 
 
+def chunk_size(nbytes: int, wanted: int) -> int:
+    """The size of the chunks of a file: as wanted, or larger if there would be more than MAX_CHUNKS.
+
+    >>> chunk_size(100 << 20, 4 << 20) >> 20, chunk_size(140 << 30, 4 << 20) >> 20
+    (4, 16)
+    """
+    while wanted * MAX_CHUNKS < nbytes:
+        wanted *= 2
+    return wanted
+
+
 def digest_of(m: Manifest) -> str:
-    covered: tuple[Any, ...] = (m.entries, m.nbytes, m.chunk_bytes, m.chunks)
-    if m.base or m.scale != 1.0:
-        covered += (m.base, m.scale)
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(covered))
+    file = (m.nbytes, m.chunk_bytes, m.cuts, m.chunks, m.seals)
+    return blake3.blake3(
+        msgspec.msgpack.encode((file, m.entries, m.base, m.scale, m.before, m.after, m.result))
+    ).hexdigest()
 
 
-def _check(m: Manifest | DeltaManifest) -> None:
-    if not 0 <= m.nbytes <= MAX_BYTES or not MIN_CHUNK_BYTES <= m.chunk_bytes <= MAX_CHUNK_BYTES:
+def _check(m: Manifest) -> None:
+    if not 0 <= m.nbytes <= MAX_BYTES or m.chunk_bytes % ALIGN_BYTES or not 0 < m.chunk_bytes <= MAX_CHUNK_BYTES:
         raise _invalid(f"invalid size: {m.nbytes} bytes in chunks of {m.chunk_bytes}")
-    cuts = len(m.sources) if isinstance(m, Manifest) else 0
-    near = 0 <= len(m.chunks) - -(-m.nbytes // m.chunk_bytes) <= cuts  # first, because `bounds` allocates a list
-    if isinstance(m, Manifest):
-        _check_sources(m)
-    if not near or len(m.chunks) != len(m.bounds()) - 1 or not all(0 <= c < 1 << 64 for c in m.chunks):
-        raise _invalid(f"{len(m.chunks)} checksums for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
-    if isinstance(m, DeltaManifest):
-        return
-    if m.version < 0:
-        raise _invalid(f"version {m.version} is negative")
+    if any(not a < b for a, b in pairwise((0, *m.cuts, m.nbytes))) and m.cuts:
+        raise _invalid(f"its cuts {list(m.cuts)} are not in order, or not inside {m.nbytes} bytes")
+    count = len(m.chunks) // 8
+    near = 0 <= count - -(-m.nbytes // m.chunk_bytes) <= len(m.cuts)  # first, because `bounds` allocates a list
+    if not near or (len(m.chunks), len(m.seals)) != (8 * count, SEAL_BYTES * count) or count != len(m.bounds()) - 1:
+        what = f"{len(m.chunks)} bytes of checksums and {len(m.seals)} of seals"
+        raise _invalid(f"{what} for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
+    if any(name and not re.fullmatch("[0-9a-f]{64}", name) for name in (m.base, m.before, m.after)):
+        raise _invalid(f"{m.base or m.before!r} or {m.after!r} is not a digest")
+    if bool(m.before) != bool(m.after) or (m.before and (m.entries or m.base)) or not math.isfinite(m.scale):
+        raise _invalid(f"neither a copy, nor an adapter, nor a delta: scale {m.scale:g}, {len(m.entries)} tensors")
+    if not m.before:
+        _check_entries(m)
+    if m.digest != digest_of(m):
+        raise _invalid("the digest does not match the content")
+
+
+def _check_entries(m: Manifest) -> None:
     if len(m.entries) > MAX_ENTRIES or len({e.name for e in m.entries}) != len(m.entries):
         raise _invalid(f"{len(m.entries)} tensors: too many, or several with the same name")
     for e in m.entries:
@@ -190,20 +222,6 @@ def _check(m: Manifest | DeltaManifest) -> None:
         end = e.offset + e.nbytes
     if end != m.nbytes:
         raise _invalid(f"the tensors end at byte {end}, the buffer at {m.nbytes}")
-    if (m.base and (len(m.base) != 32 or set(m.base) - set("0123456789abcdef"))) or not math.isfinite(m.scale):
-        raise _invalid(f"an adapter of {m.base!r} with scale {m.scale:g}")
-    if m.digest != digest_of(m):
-        raise _invalid("the digest does not match the content")
-
-
-def _check_sources(m: Manifest) -> None:
-    if bool(m.sources) != bool(m.servers):
-        raise _invalid(f"{len(m.sources)} sources on {len(m.servers)} servers")
-    end = -1
-    for start, server in m.sources:
-        if not end < start < m.nbytes or (end < 0) != (start == 0) or not 0 <= server < len(m.servers):
-            raise _invalid(f"the source at byte {start} on server {server} is not in order, or not part of the weights")
-        end = start
 
 
 def _invalid(what: str, fix: str = "Install the same version of windfall on trainer and worker.") -> WindfallError:

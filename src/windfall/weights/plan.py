@@ -5,7 +5,8 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 
 - rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
 - the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
-- the leader hashes the chunks of its machine. No chunk has bytes of two machines (manifest.py);
+- a rank hashes the chunks in which it alone has rows, and the leader the other ones of its machine. No chunk has bytes
+  of two machines (manifest.py);
 - every rank compares its own rows with those of the previous version (row_writer.py);
 - the digest is the one that a single process would compute, whatever the number of ranks on one machine.
 """
@@ -13,14 +14,16 @@ ranks, every rank computes the same `PublishPlan`, so the ranks need not send it
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from windfall.errors import WindfallError
+from windfall.link.messages import Ranges
 from windfall.weights import manifest
 from windfall.weights.manifest import TensorEntry
 
@@ -60,34 +63,46 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FilePlan:
+    """The chunks of a file that is published, and which machine has which bytes."""
+
+    nbytes: int
+    chunk_bytes: int
+    parts: dict[int, Ranges]  # by the leader of the machine
+    cuts: tuple[int, ...]
+    bounds: tuple[int, ...]  # of the chunks
+
+    def chunks(self, leader: int) -> list[int]:
+        """The chunks of a machine."""
+        at = functools.partial(bisect_left, self.bounds)
+        return [i for start, stop in self.parts.get(leader, ()) for i in range(at(start), at(stop))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishPlan:
     entries: tuple[TensorEntry, ...]
-    nbytes: int
-    bounds: tuple[int, ...]  # of the chunks
+    file: FilePlan
     shares: tuple[Share, ...]  # by rank
-    servers: tuple[str, ...]  # both as in Manifest
-    sources: tuple[tuple[int, int], ...]
+    only: tuple[int, ...]  # for each chunk, the rank that alone has rows in it; -1: several ranks, or none
 
-    def members(self, rank: int) -> list[int]:
-        """The ranks on the machine of a rank. The first one is the leader."""
-        return [r for r, share in enumerate(self.shares) if share.leader == self.shares[rank].leader]
+    def delta(self, sizes: Sequence[int]) -> tuple[FilePlan, list[int]]:
+        """A delta made of a part of each rank with these sizes: its plan, and where each rank's part starts. The parts
+        of one machine are next to each other, and no chunk has bytes of two ranks."""
+        starts, parts, end = [0] * len(sizes), {}, 0
+        for rank, share in sorted(enumerate(self.shares), key=lambda each: each[1].leader):
+            starts[rank], end = end, end + sizes[rank]
+            if sizes[rank]:
+                first = parts[share.leader][0][0] if share.leader in parts else starts[rank]
+                parts[share.leader] = ((first, end),)
+        return file_plan(end, self.file.chunk_bytes, parts, starts), starts
 
-    def parts(self, rank: int) -> list[tuple[int, int]]:
-        """The byte ranges that come from the machine of a rank."""
-        if not self.sources:
-            return [(0, self.nbytes)] if self.shares[rank].leader == 0 else []
-        mine = sorted({share.leader for share in self.shares}).index(self.shares[rank].leader)
-        stops = [start for start, _ in self.sources[1:]] + [self.nbytes]
-        return [(start, stop) for (start, server), stop in zip(self.sources, stops, strict=True) if server == mine]
 
-    def chunks(self, rank: int) -> list[int]:
-        """The chunks that come from the machine of a rank."""
-        at = functools.partial(bisect_left, self.bounds)
-        return [i for start, stop in self.parts(rank) for i in range(at(start), at(stop))]
-
-    def part_bytes(self, rank: int) -> int:
-        """The number of bytes that come from the machine of a rank."""
-        return sum(stop - start for start, stop in self.parts(rank))
+def file_plan(nbytes: int, chunk_bytes: int, parts: dict[int, Ranges], more_cuts: Iterable[int] = ()) -> FilePlan:
+    chunk_bytes = manifest.chunk_size(nbytes, chunk_bytes)
+    starts = {start for of in parts.values() for start, _ in of}
+    cuts = tuple(sorted((starts | {*more_cuts}) - {0, nbytes}))
+    bounds = tuple(manifest.chunk_bounds(nbytes, chunk_bytes, cuts))
+    return FilePlan(nbytes=nbytes, chunk_bytes=chunk_bytes, parts=parts, cuts=cuts, bounds=bounds)
 
 
 def make(offers: Sequence[RankOffer]) -> PublishPlan:
@@ -99,15 +114,25 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
         ((piece, rank) for entry, i in first.items() for piece, rank in _pieces(entry, [o.tensors[i] for o in offers])),
         key=lambda found: found[0].start,
     )
-    servers, sources = _sources(pieces, leaders, offers)
-    bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
+    parts = _parts(pieces, leaders, nbytes)
     by_rank: list[list[Piece]] = [[] for _ in offers]
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    return PublishPlan(
-        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, servers=servers, sources=sources
-    )
+    for leader in {*parts} - {0}:
+        if not offers[leader].address:
+            fix = "Start a weight server there, and set the publisher's `address`."
+            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
+    file = file_plan(nbytes, offers[0].chunk_bytes, parts)
+    return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces))
+
+
+def _only(file: FilePlan, pieces: Sequence[tuple[Piece, int]]) -> tuple[int, ...]:
+    writers: list[set[int]] = [set() for _ in file.bounds[1:]]
+    for piece, rank in pieces:
+        for i in range(bisect_right(file.bounds, piece.start) - 1, bisect_left(file.bounds, piece.stop)):
+            writers[i].add(rank)
+    return tuple(next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in writers)
 
 
 def _check_same(offers: Sequence[RankOffer]) -> None:
@@ -154,22 +179,16 @@ def _pieces(entry: TensorEntry, held: Sequence[HeldRows]) -> list[tuple[Piece, i
     return out
 
 
-def _sources(
-    pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], offers: Sequence[RankOffer]
-) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    order = sorted(set(leaders))
-    if all(leaders[rank] == 0 for _, rank in pieces):
-        return (), ()
-    for leader in order[1:]:
-        if not offers[leader].address:
-            fix = "Start a weight server there, and set the publisher's `address`."
-            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
-    sources: list[tuple[int, int]] = []
+def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: int) -> dict[int, Ranges]:
+    """The bytes of each machine that has some; bytes between tensors belong to the tensor before."""
+    starts: list[tuple[int, int]] = []
     for piece, rank in pieces:
-        server = order.index(leaders[rank])
-        if not sources or sources[-1][1] != server:
-            sources.append((piece.start, server))
-    return ("", *(offers[leader].address for leader in order[1:])), tuple(sources)
+        if not starts or starts[-1][1] != leaders[rank]:
+            starts.append((piece.start, leaders[rank]))
+    parts: dict[int, Ranges] = {}
+    for (start, leader), (stop, _) in pairwise([*starts, (nbytes, -1)]):
+        parts[leader] = (*parts.get(leader, ()), (start, stop))
+    return parts or {0: ()}
 
 
 def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:

@@ -12,9 +12,10 @@ a reader sees the old version or the new one, never a mixture. Rules:
 
 - two versions are readable: the current one, and the previous one until `publish` needs its buffer. The previous
   version is withdrawn before its first byte is overwritten, without waiting for its readers: they notice by status or
-  checksum;
+  checksum. One that is being uploaded to a bucket stays as it is; `publish` takes a third buffer then;
 - a tensor is written once, even if it has several names;
-- the delta from the previous version is part of a version: both become readable together;
+- the delta from the previous version is part of a version: both become readable together. Deltas stay readable longer
+  than versions, so that a reader can apply several of them, one after another;
 - the base of adapters is readable as long as the publisher is open.
 
 `publish` may run in a thread alongside the event loop that serves: writing, hashing and comparing release the GIL.
@@ -24,11 +25,8 @@ ever has the whole model (plan.py says who does what, meeting.py what happens if
 steps together: describe their tensors, prepare the buffer, write their rows, hash the chunks, and, if there is a delta,
 write it. Then every rank has all checksums, and makes the same manifest.
 
-On one machine all ranks write to the two buffers of rank 0, which serves them. Another machine has buffers of its own,
-with memory only for its own rows, and its first rank serves these. The manifest, which rank 0 serves, says which bytes
-are where.
-
-On several machines, a version becomes readable on rank 0 after it is readable on all others.
+On one machine all ranks write to the buffers of rank 0, which serves them. Another machine has buffers of its own,
+with memory only for its own rows, and its first rank serves these.
 """
 
 from __future__ import annotations
@@ -36,32 +34,33 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
+import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights import plan as plans
-from windfall.weights.buffers import Buffer, BufferHandle, machine, write_at
+from windfall.weights.buffers import Buffer, BufferHandle, machine
 from windfall.weights.delta import MAX_RATIO, part
-from windfall.weights.manifest import DeltaManifest, Manifest
+from windfall.weights.held_files import HeldFile, HeldFiles
+from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import Meeting, OneRank, PublishRanks
-from windfall.weights.plan import HeldRows, Piece, PublishPlan, RankOffer
-from windfall.weights.source import Published
+from windfall.weights.plan import FilePlan, HeldRows, Piece, PublishPlan, RankOffer
 
 if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-MAX_THREADS = 8
+MAX_THREADS = 16
+MAX_DELTAS = 8
+MAX_DELTAS_RATIO = 0.5  # all deltas that are kept, as a share of the full copy; the newest is always kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,6 +73,19 @@ class RankRows:
     first_row: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Published:
+    """One readable version, or the base of adapters."""
+
+    manifest: Manifest
+    buffer: Buffer
+    plan: PublishPlan
+    held: HeldFile | None
+    """What this rank serves of it, if it is the first of its machine."""
+
+
+Hashes = dict[int, tuple[bytes, bytes]]
+"""Checksum and seal of chunks, by their number."""
 Tensors = Mapping[str, "torch.Tensor | RankRows"]
 PieceValues = Mapping[Piece, "torch.Tensor"]
 
@@ -103,9 +115,13 @@ class Publisher:
         it before `publish`."""
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
+        self.files = HeldFiles()
+        """What this rank serves, if it is the first of its machine."""
+        self.deltas: tuple[HeldFile, ...] = ()  # those that are served, newest first
         self._machine = machine() if on_machine is None else on_machine
         self._read_here = read_here
         self._planned: tuple[list[RankOffer], PublishPlan] | None = None  # the last plan, and what it was made from
+        self._free: list[Buffer] = []  # buffers for deltas
         self._spare: tuple[Buffer, PublishPlan] | None = None  # the buffer that is not readable, and its layout
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="publish")
@@ -118,8 +134,11 @@ class Publisher:
     def find(self, version: int) -> Published | None:
         return next((p for p in self.readable if p.manifest.version == version), None)
 
-    def is_readable(self, published: Published) -> bool:
-        return published in self.readable or published is self.base
+    @property
+    def delta(self) -> HeldFile | None:
+        """The delta from the previous version to the newest one, on the first rank of a machine."""
+        newest, current = next(iter(self.deltas), None), self.current
+        return newest if newest and current and newest.manifest.after == current.digest else None
 
     def publish(
         self,
@@ -129,9 +148,11 @@ class Publisher:
         copied: Callable[[], None] | None = None,
         base: str = "",
         scale: float = 1.0,
+        pack: bool = False,
     ) -> Manifest:
         """The version can be pulled when this returns. `copied` is called once the tensors of this rank may change
-        again. `base`: the digest from `publish_base`, if the tensors are an adapter, which is added times `scale`."""
+        again. `base`: the digest from `publish_base`, if the tensors are an adapter, which is added times `scale`.
+        `pack`: make the delta smaller, which takes time here and where it is applied."""
 
         def check() -> int:
             current = self.current
@@ -143,15 +164,21 @@ class Publisher:
                 raise WindfallError(what, where=f"version {version}", fix="Call publish_base first.")
             return version
 
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             meeting = Meeting(self.ranks, f"version {version}")
             plan, values = self._agree(meeting, tensors, check)
             fields = {"base": base, "scale": scale} if base else {}
             old = self.readable[0] if self.readable and self.readable[0].plan == plan else None
-            published = self._write(meeting, plan, values, undo, old=old, copied=copied, version=version, **fields)
-            self._make_readable(meeting, published)
-            undo.pop_all()
-            return published.manifest
+            fields |= {"version": version}
+            new, delta = self._write(meeting, plan, values, old=old, copied=copied, pack=pack, **fields)
+            if new.held:
+                self.files.add(new.held)
+            if delta:
+                self._free.remove(delta.buffer)
+                self.files.add(delta)
+            self.readable, self._spare = (new, *self.readable), None
+            self._keep_deltas((delta, *self.deltas) if delta else self.deltas)
+            return new.manifest
 
     def publish_base(self, tensors: Tensors) -> Manifest:
         """Publish the weights that adapters apply to. They stay readable as long as the publisher is open."""
@@ -161,22 +188,27 @@ class Publisher:
                 raise WindfallError("the base of adapters is already published", where="weights")
             return -1  # no version
 
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             meeting = Meeting(self.ranks, "the base of adapters")
             plan, values = self._agree(meeting, tensors, check)
-            self.base, self._spare = self._write(meeting, plan, values, undo, version=0), None
-            undo.pop_all()
+            (self.base, _), self._spare = self._write(meeting, plan, values), None
+            if self.base.held:
+                self.files.add(self.base.held)
             return self.base.manifest
 
     def close(self) -> None:
         """Withdraw all versions. Responses in progress are reset before their next piece."""
         with self._lock:
-            withdrawn = (*self.readable, *((self.base,) if self.base else ()))
-            self.readable, self.base, self._closed = (), None, True
+            withdrawn, deltas = (*self.readable, *((self.base,) if self.base else ())), self.deltas
+            self.readable, self.base, self.deltas, self._closed = (), None, (), True
             for p in withdrawn:
+                self._withdraw(p)
                 p.buffer.close()
-                if p.delta_buffer:
-                    p.delta_buffer.close()
+            for delta in deltas:
+                self._drop_delta(delta)
+            for buffer in self._free:
+                buffer.close()
+            self._free.clear()
             self._drop_spare()
             self._threads.shutdown()
 
@@ -211,37 +243,31 @@ class Publisher:
         meeting: Meeting,
         plan: PublishPlan,
         values: PieceValues,
-        undo: ExitStack,
         *,
         old: Published | None = None,
         copied: Callable[[], None] | None = None,
+        pack: bool = False,
         **fields: Any,
-    ) -> Published:
-        """Write a version into the spare buffer. `old`: the version to compare with. `fields`: of the manifest. `undo`
-        is extended by what must be done if the version does not become readable."""
-        leader, rank = plan.shares[self.ranks.rank].leader, self.ranks.rank
-        alone = len(plan.members(rank)) == 1
+    ) -> tuple[Published, HeldFile | None]:
+        """Write a version into the spare buffer, and its delta. `old`: the version to compare with. `fields`: of the
+        manifest."""
+        rank, leader, file = self.ranks.rank, plan.shares[self.ranks.rank].leader, plan.file
         buffer: Any = None
-        stored: Buffer | None = None
+        hashes: Hashes = {}
         delta: list[memoryview] = []
-        checksums: dict[int, int] = {}
+        stored: Buffer | None = None
 
         def prepare() -> tuple[BufferHandle | None, str]:
             self._withdraw_older()
             if self._spare and self._spare[1] != plan:
                 self._drop_spare()
             if leader == rank and self._spare is None:
-                used = plan.parts(rank) if plan.sources else None
-                self._spare = Buffer(plan.nbytes, self.folder, used=used), plan
+                self._spare = Buffer(file.nbytes, self.folder, used=file.parts.get(rank, ())), plan
             return self._spare[0].handle if leader == rank and self._spare else None, old.manifest.digest if old else ""
 
-        def hash_chunk(i: int) -> None:
-            checksums[i] = _checksum(buffer, plan.bounds[i], plan.bounds[i + 1])
-
-        def written(start: int, stop: int) -> None:
-            if alone:  # otherwise a chunk may have rows of other ranks
-                for i in range(bisect_left(plan.bounds, start), bisect_right(plan.bounds, stop) - 1):
-                    hash_chunk(i)
+        def hash_chunks(chunks: Iterable[int]) -> None:
+            for i in chunks:
+                hashes[i] = manifest.hash_chunk(buffer.data[file.bounds[i] : file.bounds[i + 1]].data)
 
         def write_rows() -> int:
             """Returns the bytes of this rank in the delta; -1: none."""
@@ -255,88 +281,107 @@ class Publisher:
             buffer = self._spare[0]
             if self._read_here and any(value.is_cuda for value in values.values()):
                 buffer.lock([(0, buffer.nbytes)])
-            changes = row_writer.write(buffer, values, old.buffer if old else None, written)
+            hashing: list[Future[None]] = []
+
+            def written(chunks: range) -> None:
+                mine = [i for i in chunks if plan.only[i] == rank]
+                hashing.append(self._threads.submit(hash_chunks, mine))
+
+            before = old.buffer if old else None
+            changes = row_writer.write(buffer, values, file.bounds, old=before, written=written, differences=pack)
             if copied:
                 copied()
-            if changes is None:
-                return -1
-            delta = part(changes)
-            return sum(map(len, delta))
+            if changes is not None and values:
+                delta = part(changes, pack, self._threads.map)
+            for each in hashing:
+                each.result()
+            return -1 if changes is None else sum(map(len, delta))
 
-        def hash_and_reserve() -> tuple[dict[int, int], BufferHandle | None]:
+        def hash_and_reserve() -> tuple[Hashes, BufferHandle | None]:
             nonlocal stored
-            if rank != leader:
-                return {}, None
-            list(self._threads.map(hash_chunk, [i for i in plan.chunks(rank) if i not in checksums]))
-            if rank in deltas:
-                stored = Buffer(sum(deltas[rank]), self.folder)
-                undo.callback(stored.close)
-            return checksums, stored and stored.handle
+            if rank == leader:
+                rest = [i for i in file.chunks(rank) if plan.only[i] < 0]
+                list(self._threads.map(hash_chunks, ([i] for i in rest)))
+                if changed is not None:
+                    stored = self._reserve(changed.nbytes)
+            return hashes, stored and stored.handle
 
-        def write_delta() -> None:
-            if delta_handle is None:
-                return
-            target = stored or Buffer.map(delta_handle)
-            at = sum(deltas[leader][: plan.members(rank).index(rank)])
-            # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-            starts = accumulate(map(len, delta), initial=at)
-            list(self._threads.map(partial(write_at, target.fd), starts, delta))
-            if target is not stored:
-                target.close()
+        def write_delta() -> Hashes:
+            handle = reserved[leader][1]
+            assert handle is not None
+            assert changed is not None
+            target = stored or Buffer.map(handle)
+            try:
+                starts, bounds = list(accumulate(map(len, delta), initial=part_starts[rank])), changed.bounds
+                chunks = range(bisect_left(bounds, starts[0]), bisect_left(bounds, starts[-1]))
+                write = partial(_write_chunk, target.data, delta, starts)
+                ranges = (bounds[i : i + 2] for i in chunks)
+                return dict(zip(chunks, self._threads.map(write, ranges), strict=True))
+            finally:
+                if target is not stored:
+                    target.close()
 
         prepared = meeting.step("prepare the buffer", prepare)
         handle = prepared[leader][0]
         old = old if len({digest for _, digest in prepared}) == 1 else None  # else a rank does not have it
-        deltas = _delta_sizes(plan, meeting.step("write their rows", write_rows))
-        hashed = meeting.step("hash the chunks", hash_and_reserve)
-        found = {i: checksum for mine, _ in hashed for i, checksum in mine.items()}
-        made = manifest.make(
-            entries=plan.entries,
-            nbytes=plan.nbytes,
-            chunk_bytes=self.chunk_bytes,
-            servers=plan.servers,
-            sources=plan.sources,
-            chunks=tuple(found[i] for i in range(len(plan.bounds) - 1)),
-            **fields,
-        )
-        leaders = {share.leader for share in plan.shares}
-        update_bytes = sum(sum(deltas[x]) if x in deltas else plan.part_bytes(x) for x in leaders)
-        published = Published(manifest=made, buffer=buffer, plan=plan, update_bytes=update_bytes)
-        if old is None or not deltas:
-            return published
-        delta_handle = hashed[leader][1]
-        meeting.step("write the delta", write_delta)
-        return published if stored is None else self._with_delta(published, old, stored)
+        sizes = meeting.step("write their rows", write_rows)
+        changed, part_starts = None, []
+        if old is not None and min(sizes) >= 0 and sum(sizes) <= MAX_RATIO * file.nbytes:
+            changed, part_starts = plan.delta(sizes)
+        reserved = meeting.step("hash the chunks", hash_and_reserve)
+        made = _manifest(file, [mine for mine, _ in reserved], entries=plan.entries, **fields)
+        held = HeldFile(made, buffer, ranges=file.parts.get(rank, ()), filled=True) if rank == leader else None
+        published = Published(manifest=made, buffer=buffer, plan=plan, held=held)
+        if old is None or changed is None:
+            return published, None
+        found = meeting.step("write the delta", write_delta)
+        if stored is None:
+            return published, None
+        names = {"version": made.version, "before": old.manifest.digest, "after": made.digest, "result": made.encode()}
+        blob = _manifest(changed, found, **names)
+        return published, HeldFile(blob, stored, ranges=changed.parts.get(rank, ()), filled=True)
 
-    def _with_delta(self, published: Published, old: Published, stored: Buffer) -> Published:
-        bounds = manifest.chunk_bounds(stored.nbytes, self.chunk_bytes)
-        made = DeltaManifest(
-            base=old.manifest.digest,
-            digest=published.manifest.digest,
-            nbytes=stored.nbytes,
-            chunk_bytes=self.chunk_bytes,
-            chunks=tuple(self._threads.map(lambda chunk: _checksum(stored, *chunk), pairwise(bounds))),
-        )
-        return replace(published, delta=made, delta_buffer=stored)
-
-    def _make_readable(self, meeting: Meeting, published: Published) -> None:
-        """On rank 0 last: workers get the manifest from there."""
-
-        def switch() -> None:
-            self.readable, self._spare = (published, *self.readable[:1]), None
-
-        if published.plan.sources:
-            meeting.step("make the version readable", lambda: switch() if self.ranks.rank else None)
-        if self.ranks.rank == 0 or not published.plan.sources:
-            switch()
+    def _reserve(self, nbytes: int) -> Buffer:
+        """A buffer for a delta: a free one, or a new one, with room for the next deltas to be larger."""
+        while self._free and self._free[-1].nbytes < nbytes:
+            self._free.pop().close()
+        if not self._free:
+            self._free.append(Buffer(nbytes + nbytes // 4, self.folder, lazy=True))
+        return self._free[-1]
 
     def _withdraw_older(self) -> None:
-        """Make the buffer of the older version the spare one."""
-        if len(self.readable) == 2:
-            older, self.readable = self.readable[1], self.readable[:1]
-            self._spare = older.buffer, older.plan
-            if older.delta_buffer:
-                older.delta_buffer.close()
+        """Withdraw all versions but the newest. The buffer of one of them is the spare one then."""
+        older = [p for p in self.readable[1:] if not (p.held and p.held.pinned)]
+        self.readable = tuple(p for p in self.readable if p not in older)
+        for p in older:
+            self._withdraw(p)
+            self._drop_spare()
+            self._spare = p.buffer, p.plan
+
+    def _keep_deltas(self, deltas: Sequence[HeldFile]) -> None:
+        """Withdraw deltas that do not lead to the newest version, and those that are too large together with newer
+        ones. `deltas`: newest first."""
+        assert self.current is not None
+        kept, after, nbytes = [], self.current.digest, 0
+        for delta in deltas:
+            nbytes += delta.manifest.nbytes
+            fits = not kept or (nbytes <= MAX_DELTAS_RATIO * self.current.nbytes and len(kept) < MAX_DELTAS)
+            if fits and delta.manifest.after == after:
+                kept.append(delta)
+                after = delta.manifest.before
+            elif delta.pinned:
+                kept.append(delta)
+            else:
+                self._drop_delta(delta)
+        self.deltas = tuple(kept)
+
+    def _withdraw(self, published: Published) -> None:
+        if published.held:
+            self.files.remove(published.held)
+
+    def _drop_delta(self, delta: HeldFile) -> None:
+        self.files.remove(delta)
+        self._free.append(delta.buffer)
 
     def _drop_spare(self) -> None:
         if self._spare:
@@ -344,20 +389,31 @@ class Publisher:
         self._spare = None
 
 
-def _checksum(buffer: Buffer, start: int, stop: int) -> int:
-    return xxhash.xxh3_64_intdigest(buffer.data[start:stop].data)
+def _write_chunk(
+    data: np.ndarray, pieces: Sequence[memoryview], starts: Sequence[int], chunk: tuple[int, int]
+) -> tuple[bytes, bytes]:
+    """Write a range of a file whose bytes are in these pieces, which start there. Returns its hashes."""
+    start, stop = chunk
+    inside = []
+    for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        inside.append(pieces[i][max(start - starts[i], 0) : stop - starts[i]])
+        at = max(start, starts[i])
+        data[at : at + len(inside[-1])] = inside[-1]
+    return manifest.hash_chunk(*inside)
 
 
-def _delta_sizes(plan: PublishPlan, sizes: Sequence[int]) -> dict[int, list[int]]:
-    """The bytes of each rank in the delta of its machine, by the leaders of the machines that have one. `sizes`: of
-    all ranks; -1: none."""
-    out = {}
-    for leader in {share.leader for share in plan.shares}:
-        found = [sizes[rank] for rank in plan.members(leader)]
-        whole = plan.part_bytes(leader)
-        if whole and min(found) >= 0 and sum(found) <= MAX_RATIO * whole:
-            out[leader] = found
-    return out
+def _manifest(file: FilePlan, hashed: Sequence[Hashes], **fields: Any) -> Manifest:
+    """The manifest of a file whose chunks were hashed by several ranks."""
+    found = {i: both for mine in hashed for i, both in mine.items()}
+    chunks = [found[i] for i in range(len(file.bounds) - 1)]
+    return manifest.make(
+        nbytes=file.nbytes,
+        chunk_bytes=file.chunk_bytes,
+        chunks=b"".join(checksum for checksum, _ in chunks),
+        seals=b"".join(seal for _, seal in chunks),
+        cuts=file.cuts,
+        **fields,
+    )
 
 
 def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[HeldRows, ...], dict[str, torch.Tensor]]:

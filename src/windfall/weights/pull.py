@@ -1,16 +1,18 @@
-"""Pulls a version of the weights from weight servers into a local buffer. Runs in a thread of the worker.
+"""Pulls versions of the weights into a local buffer, from the sources that the controller names. Runs in a thread.
 
+A load names files, in the order of reading: the base of an adapter, then one full copy, or deltas from what is held.
 Rules:
 
-- `held` is the manifest of the version in the buffer, with every chunk verified. It is None during a pull and after a
-  failed one;
+- `held` is the manifest of the version in the buffer, with every chunk verified. It is None while the buffer changes,
+  and after a failed pull;
 - weights are used only if their manifest has the digest that the caller received over a link that it trusts;
-- chunks that the buffer already holds, verified, are not downloaded: those of a failed pull, and unchanged ones;
-- a delta is used if its base is exactly the held version and it is smaller than the missing chunks. Its result is
-  verified like a full copy, and wrong chunks are downloaded;
-- if the manifest names several servers, chunks come from all of them at once, and each has its own delta;
-- the base of an adapter is pulled once, before the adapter, and kept in a buffer of its own. Its digest is part of the
-  adapter's digest.
+- chunks that the buffer already holds, verified, are not read: those of a failed pull, and unchanged ones;
+- deltas are read first, then applied together. The result is verified; if chunks are wrong, or a delta could not be
+  read, the rest comes from the full copy, whose sources the reader asks for;
+- the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
+- all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
+  changes, a file is withdrawn. Deltas stay readable: those of the last pull, and older ones of a quarter of the copy;
+- with `need`, only the chunks that a layout touches are read, and only they have memory.
 """
 
 from __future__ import annotations
@@ -19,35 +21,45 @@ import contextlib
 import mmap
 import ssl as tls
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
-import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import delta, manifest
+from windfall.link import messages as m
+from windfall.weights import delta
 from windfall.weights.buffers import Buffer, views
-from windfall.weights.download import (
-    Address,
-    ConnectionBroken,
-    Download,
-    PullDamaged,
-    PullFailed,
-    PullGone,
-    Retry,
-    download_manifest,
-    parse_address,
-)
-from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
+from windfall.weights.download import Download, read_manifest
+from windfall.weights.file_sources import Ask, FileSources, PullFailed
+from windfall.weights.held_files import HeldFile, HeldFiles
+from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import BufferTensors, SharedTensors
+from windfall.weights.slices import Layout, chunk_ranges, layout_ranges
+from windfall.weights.source import Source, connect
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PullDamaged", "PullFailed", "PullGone", "Puller"]
-T = TypeVar("T", Manifest, DeltaManifest)
+__all__ = ["Ask", "PullFailed", "PulledFiles", "Puller"]
+WITHDRAW_S = 1.0
+"""How long others may go on reading a file before its buffer changes (seconds)."""
+NO_ROUTE = m.ReadRoute(sources=(), parts=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PulledFiles:
+    """What a pull did."""
+
+    manifest: Manifest
+    used: tuple[m.SourceUse, ...] = ()
+    """What came from each source since the last report."""
+    apply_s: float = 0.0
+    """Seconds that applying deltas took."""
 
 
 class Puller:
@@ -59,9 +71,9 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
-        shared: bool = False,
+        need: Layout | None = None,
     ) -> None:
-        """`shared`: other processes of this machine can map the pulled weights."""
+        """`parallel`: connections at the start of a read. `need`: slices of the tensors, if not all are needed."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -70,25 +82,42 @@ class Puller:
         self.timeout_s = timeout_s
         self.tries = tries
         self.ssl = ssl
+        self.files = HeldFiles()
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(shared=shared), LocalCopy()
+        self._weights, self._base = LocalCopy(self.files, need), LocalCopy(self.files)
+        self._deltas: list[HeldFile] = []  # oldest first
+        self._routes: dict[str, m.ReadRoute] = {}
+        self._reading: dict[str, FileSources] = {}
+        self._used: list[m.SourceUse] = []
         self._lock, self._count_lock = threading.Lock(), threading.Lock()
 
     @property
     def held(self) -> Manifest | None:
         return self._weights.held
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Manifest:
-        """Raises PullFailed, or PullGone if the version is withdrawn. `stop` ends the pull at its next read or wait."""
+    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
+        """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
+        PullFailed."""
         with self._lock:
-            held = self._weights.held
-            if held is None or held.digest != digest:
-                to = self._address(url)
-                self._pull(to, version, digest, stop or threading.Event())
-                held = self._weights.held
-            assert held is not None
-            self._weights.held = msgspec.structs.replace(held, version=version)
-            return self._weights.held
+            self._ask, self._stop = ask, stop or threading.Event()
+            self._routes = {each.file.digest: each.route for each in load.files}
+            self._used, apply_s = [], 0.0
+            deltas = [each.file for each in load.files if each.file.after]
+            if deltas and (self.held is None or self.held.digest != load.digest):
+                if deltas[0].before in self._routes:
+                    self._read_copy(self._weights, deltas[0].before)
+                apply_s = self._update(deltas, load.digest)
+            made = msgspec.structs.replace(self._read_copy(self._weights, load.digest), version=load.version)
+            if made.base:
+                self._read_copy(self._base, made.base)
+            self._weights.held = made
+            return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
+
+    def reroute(self, routed: m.Routed) -> None:
+        """Other sources of a file. Any thread may call it."""
+        self._routes[routed.file] = routed.route
+        if (reading := self._reading.get(routed.file)) is not None:
+            reading.reroute(routed.route)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of the buffer, by name. They are valid until the next `pull` starts."""
@@ -101,165 +130,144 @@ class Puller:
             raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
         return self._base.tensors()
 
-    def _address(self, url: str) -> Address:
-        return parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
+    def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
+        if copy.held is None or copy.held.digest != file:
+            with self._sources(file) as sources:
+                wanted = read_manifest(sources)
+                missing = copy.begin(wanted)
+                Download(sources, wanted, copy.view, missing, copy.add).run(self.parallel)
+                copy.held = wanted
+        return copy.held
 
-    def _pull(self, to: Address, version: int, digest: str, stop: threading.Event) -> None:
-        wanted = self._get_manifest(to, f"/weights/{version}/manifest", Manifest, stop, version=version, digest=digest)
-        if wanted.base and (self._base.held is None or self._base.held.digest != wanted.base):
-            base = self._get_manifest(to, "/weights/base/manifest", Manifest, stop, digest=wanted.base)
-            self._pull_into(self._base, to, "/weights/base", base, stop)
-        self._pull_into(self._weights, to, f"/weights/{version}", wanted, stop)
-
-    def _pull_into(self, copy: LocalCopy, to: Address, path: str, wanted: Manifest, stop: threading.Event) -> None:
+    def _update(self, deltas: list[m.FileRef], digest: str) -> float:
+        """Bring the buffer to the weights with this digest, as far as deltas do. Returns how long applying them took
+        (seconds)."""
+        copy = self._weights
+        if copy.held is None or copy.held.digest != deltas[0].before:
+            return 0.0
         try:
-            servers = [self._address(server) if server else to for server in wanted.servers] or [to]
-        except WindfallError as e:
-            raise PullFailed(f"the manifest of {path} from {to.name} names a wrong server: {e}") from e
-        held, copy.held = copy.held, None
-        copy.prepare(wanted)
-        if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
-            self._apply_deltas(copy, servers, path, held, wanted, stop)
-        self._download(servers, f"{path}/full", copy.view, wanted, copy.verified, stop)
-        copy.held = wanted
-
-    def _apply_deltas(
-        self,
-        copy: LocalCopy,
-        servers: list[Address],
-        path: str,
-        held: Manifest,
-        wanted: Manifest,
-        stop: threading.Event,
-    ) -> None:
-        """Update the buffer toward `wanted` with the deltas of all servers. After any failure, the full download
-        corrects the buffer."""
-        missing, bounds = [0] * len(servers), wanted.bounds()
-        for i, server in enumerate(wanted.chunk_servers()):
-            missing[server] += (copy.verified[i] != wanted.chunks[i]) * (bounds[i + 1] - bounds[i])
-
-        def fetch(server: int) -> memoryview | None:
-            of = (held.digest, wanted.digest)
-            return self._download_delta(servers[server], f"{path}/delta/{held.digest}", of, missing[server], stop)
-
-        asked = [server for server, nbytes in enumerate(missing) if nbytes]
-        with ThreadPoolExecutor(max(1, len(asked))) as pool:
-            blobs = [blob for blob in pool.map(fetch, asked) if blob is not None]
-        before, copy.verified[:] = copy.verified[:], [None] * len(copy.verified)
-        applied = 0
-        for blob in blobs:
-            try:
-                delta.apply(copy.view, blob, wanted)
-                applied += 1
-            except WindfallError:  # refused before the buffer was changed
-                continue
-        if not applied:
-            copy.verified[:] = before
-            return
+            blobs = [self._read_delta(each.digest) for each in deltas]
+            began_s, wanted = time.monotonic(), decode(blobs[-1].manifest.result, digest)
+        except (PullFailed, WindfallError):
+            if self._stop.is_set():
+                raise
+            return 0.0
+        missing = copy.begin(wanted)
         with ThreadPoolExecutor(self.parallel) as pool:
-            copy.hash_all(pool)
-        self.delta_used += copy.verified == list(wanted.chunks)
+            with contextlib.suppress(WindfallError):  # then chunks are wrong
+                for blob in blobs:
+                    delta.apply(copy.view, blob.buffer.view, wanted, pool.map)
+            if copy.verify(missing, pool):
+                copy.held = wanted
+                self.delta_used += 1
+        self._drop_deltas(len(blobs), wanted.nbytes // 4)
+        return time.monotonic() - began_s
 
-    def _download_delta(
-        self, to: Address, path: str, of: tuple[str, str], missing: int, stop: threading.Event
-    ) -> memoryview | None:
-        """The delta of one server, if it has one and it is smaller than the `missing` bytes. `of`: both digests."""
+    def _read_delta(self, file: str) -> HeldFile:
+        held = self.files.find(file)
+        with self._sources(file) as sources:
+            if held is None:
+                made = read_manifest(sources)
+                held = HeldFile(made, Buffer(made.nbytes))
+                self._deltas.append(held)
+                self.files.add(held)
+            Download(sources, held.manifest, held.buffer.view, held.missing(), held.add).run(self.parallel)
+        return held
+
+    def _drop_deltas(self, new: int, limit: int) -> None:
+        """Drop the oldest deltas, but none of the `new` ones, until all have at most `limit` bytes."""
+        while len(self._deltas) > new and sum(held.manifest.nbytes for held in self._deltas) > limit:
+            oldest = self._deltas.pop(0)
+            self.files.remove(oldest)
+            oldest.buffer.close()
+
+    @contextlib.contextmanager
+    def _sources(self, file: str) -> Iterator[FileSources]:
+        def open_source(ref: m.SourceRef, stopped: Callable[[], bool]) -> Source:
+            return connect(ref, key=self.key, tls=self.ssl, timeout_s=self.timeout_s, stopped=stopped)
+
+        route = self._routes.get(file, NO_ROUTE)
+        options = {"connect": open_source, "ask": self._ask, "stop": self._stop, "tries": self.tries}
+        sources = self._reading[file] = FileSources(file, route, on_bytes=self._count, **options)
         try:
-            found = self._get_manifest(to, f"{path}/manifest", DeltaManifest, stop, base=of[0], digest=of[1])
-            if found.nbytes >= missing:
-                return None
-            blob = memoryview(bytearray(found.nbytes))
-            self._download([to], path, blob, found, [None] * len(found.chunks), stop)
-        except (PullGone, PullDamaged):
-            return None
-        return blob
-
-    def _get_manifest(self, to: Address, path: str, kind: type[T], stop: threading.Event, **expected: Any) -> T:
-        """The manifest at this path, which must have the expected values."""
-
-        def parse(data: bytes) -> T:
-            got = manifest.decode(data, kind)
-            for name, value in expected.items():
-                if getattr(got, name) != value:
-                    raise ConnectionBroken(f"{to.name} has {name} {getattr(got, name)} at {path}, expected {value}")
-            return got
-
-        retry = Retry(self.tries, stop, stop.is_set)
-        try:
-            got, received = download_manifest(to, path, retry, parse)
+            yield sources
         finally:
-            self._count(retries=retry.total)
-        self._count(received)
-        return got
+            del self._reading[file]
+            self.retries += sources.retries
+            self._used += sources.uses()
 
-    def _download(
-        self,
-        servers: list[Address],
-        path: str,
-        view: memoryview,
-        source: ChunkedManifest,
-        verified: list[int | None],
-        stop: threading.Event,
-    ) -> None:
-        download = Download(servers, path, view, source, verified, tries=self.tries, stop=stop, on_bytes=self._count)
-        try:
-            download.run(self.parallel)
-        finally:
-            self._count(retries=download.retries)
-
-    def _count(self, received: int = 0, retries: int = 0) -> None:
+    def _count(self, received: int) -> None:
         with self._count_lock:
             self.bytes_received += received
-            self.retries += retries
 
 
 class LocalCopy:
-    """A worker's copy of some weights: one buffer, and which of its chunks are verified."""
+    """A reader's copy of some weights: one buffer, and which of its chunks are verified."""
 
-    def __init__(self, *, shared: bool = False) -> None:
-        """`shared`: other processes of this machine can map the buffer (shared.py)."""
-        self._shared = shared
-        self._file: Buffer | None = None  # what they map
-        self.held: Manifest | None = None  # what the buffer holds, with every chunk verified
-        self.verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
-        self.view = memoryview(b"")
-        self._buffer = mmap.mmap(-1, 1)
-        self._bounds: list[int] = []
+    def __init__(self, files: HeldFiles, need: Layout | None = None) -> None:
+        self.held: Manifest | None = None
+        """What the buffer holds, with every chunk verified that is needed."""
+        self._files = files
+        self._need = need
+        self._buffer = Buffer(0)
+        self._file: HeldFile | None = None
+        self._seals: dict[tuple[int, int], bytes] = {}
+        """By range: the seal of a verified chunk in the buffer."""
 
-    def prepare(self, wanted: Manifest) -> None:
-        """Make the buffer as large as the wanted weights. Chunks that have the same place in both stay verified."""
-        known: dict[tuple[int, int], int | None] = {}
-        if len(self.view) == wanted.nbytes:
-            known = dict(zip(pairwise(self._bounds), self.verified, strict=True))
-        else:
+    @property
+    def view(self) -> memoryview:
+        return self._buffer.view
+
+    def begin(self, wanted: Manifest) -> list[int]:
+        """From now on, the buffer is for these weights. Returns the chunks that are missing. Those that have the same
+        bytes at the same place are not."""
+        self.held = None
+        if self._file is not None and self._file.manifest.digest != wanted.digest:
+            self._files.remove(self._file, WITHDRAW_S)
+            self._file = None
+        if self._buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
-        self._bounds = wanted.bounds()
-        self.verified = [known.get(chunk) for chunk in pairwise(self._bounds)]
+        bounds = self._bounds = wanted.bounds()
+        ranges = None
+        if self._need is not None:
+            ranges = chunk_ranges(layout_ranges(wanted.entries, self._need), bounds)
+        self._file = self._file or HeldFile(wanted, self._buffer, ranges=ranges)
+        known, self._seals = self._seals, {}
+        for i, chunk in enumerate(pairwise(bounds)):
+            if known.get(chunk) == wanted.seal(i):
+                self.add(i)
+        self._files.add(self._file)
+        return self._file.missing()
 
-    def hash_all(self, pool: Executor) -> None:
-        """Compute the checksums of all chunks in the buffer again."""
-        chunks = list(pairwise(self._bounds))
-        self.verified[:] = pool.map(lambda chunk: xxhash.xxh3_64_intdigest(self.view[chunk[0] : chunk[1]]), chunks)
+    def add(self, chunk: int) -> None:
+        """This chunk is verified."""
+        assert self._file is not None
+        self._seals[self._bounds[chunk], self._bounds[chunk + 1]] = self._file.manifest.seal(chunk)
+        self._file.add(chunk)
+
+    def verify(self, missing: Iterable[int], pool: Executor) -> bool:
+        """Add those of these chunks that have the right bytes. Whether all have."""
+
+        def check(chunk: int) -> bool:
+            assert self._file is not None
+            data = self.view[self._bounds[chunk] : self._bounds[chunk + 1]]
+            intact = self._file.manifest.is_chunk(chunk, data, trusted=True)
+            if intact:
+                self.add(chunk)
+            return intact
+
+        return all(list(pool.map(check, missing)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of the buffer, by name."""
         if self.held is None:
             raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
-        tensors = views(self._buffer, self.held.entries)
-        if self._file is None:
-            return tensors
-        return BufferTensors(tensors, SharedTensors(self._file.handle, self.held.entries))
+        shared = SharedTensors(self._buffer.handle, self.held.entries)
+        return BufferTensors(views(self._buffer.mapped, self.held.entries), shared)
 
     def _resize(self, nbytes: int) -> None:
-        try:
-            if self._shared:
-                if self._file is not None:
-                    self._file.close()
-                self._file = Buffer(nbytes, used=())
-            self._buffer = mmap.mmap(-1, max(nbytes, 1)) if self._file is None else self._file.mapped
-        except (OSError, OverflowError) as e:
-            raise WindfallError(f"no room for {nbytes / 1e9:.2f} GB of weights: {e}", where="weights") from e
+        self._buffer.close()
+        self._buffer, self._seals = Buffer(nbytes, used=()), {}
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._buffer.madvise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(self._buffer)[:nbytes]
+                self._buffer.mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -1,47 +1,90 @@
-"""The Source interface: an object that can serve the bytes of a version of the weights.
+"""Sources: where a reader gets the bytes of files of weights.
 
-A trainer's Publisher is one. serve.py offers the bytes of a source over HTTP. A reader trusts no source: it checks
-every byte against the manifest whose digest it received over its link.
+    HttpSource      a weight server: of the trainer, or of another worker
+    MachineSource   the same on this machine: the reader copies from the memory of the process that serves
+    BucketSource    an object store or a folder
+
+A file is named by the digest of its manifest, which the reader got over its link to the controller. So a manifest may
+come from any source, and a source that sends wrong bytes is found out (download.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import ssl
+from collections.abc import Callable
+from typing import ClassVar, Literal, Protocol
 
-from windfall.weights.buffers import Buffer
-from windfall.weights.manifest import DeltaManifest, Manifest
-from windfall.weights.plan import PublishPlan
+from windfall.link.messages import SourceRef
+from windfall.weights.buffers import machine
+
+CONNECT_S, PEER_CONNECT_S = 10.0, 2.0
+"""Time limits for a connection (seconds). A worker may be behind a firewall, and there are other sources."""
+PEER_SILENT_S = 3.0
+"""A worker that sends no byte for this long (seconds) within an answer has stalled: it has promised these bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Published:
-    """One readable version."""
+class SourceBroken(Exception):
+    """The source failed. The same one may answer when asked again, or another one."""
 
-    manifest: Manifest
-    buffer: Buffer
-    plan: PublishPlan
-    update_bytes: int
-    """What a worker with the previous version must pull: from every machine its delta, or its rows if it has none."""
-    delta: DeltaManifest | None = None
-    delta_buffer: Buffer | None = None
+    why: ClassVar[Literal["gone", "unreachable", "stalled", "wrong"]] = "unreachable"
+    """As in SourceUse."""
+
+
+class SourceStalled(SourceBroken):
+    """It has promised bytes and sends none."""
+
+    why = "stalled"
+
+
+class SourceGone(SourceBroken):
+    """It does not have the file any more."""
+
+    why = "gone"
+
+
+class SourceWrong(SourceBroken):
+    """It has sent wrong bytes. Whoever reads finds that out, not the source."""
+
+    why = "wrong"
+
+
+class SourceWaits(SourceBroken):
+    """It has no more of the file yet. Ask again."""
+
+    why = "stalled"
 
 
 class Source(Protocol):
-    """Any thread may call it."""
+    """One connection, for one thread. Every call ends: with a result, with SourceBroken after the time limit, or with
+    SourceBroken soon after `stopped` (an argument of `connect`) returns true."""
 
-    @property
-    def current(self) -> Manifest | None:
-        """The newest version."""
+    ref: SourceRef
+    trusted: bool
+    """Nobody can forge its bytes: checksums suffice, which find damage. Otherwise seals are checked."""
+
+    def manifest(self, file: str) -> bytes: ...
+
+    def open(self, file: str, start: int, stop: int) -> int:
+        """Ask for these bytes of a file. Returns how many of them it sends, at least 1: those from `start` on that it
+        has. They must be read before the next call."""
         ...
 
-    @property
-    def base(self) -> Published | None:
-        """The weights that adapters apply to."""
+    def read_into(self, view: memoryview) -> int:
+        """Read at least one byte and at most the length of the view. Returns the number of bytes."""
         ...
 
-    def find(self, version: int) -> Published | None: ...
+    def close(self) -> None: ...
 
-    def is_readable(self, published: Published) -> bool:
-        """Whether no byte of this version has been overwritten yet."""
-        ...
+
+def connect(
+    ref: SourceRef, *, key: str, tls: ssl.SSLContext | None, timeout_s: float, stopped: Callable[[], bool]
+) -> Source:
+    """`timeout_s`: after how long without a byte the source counts as broken; a worker's limit is shorter."""
+    from windfall.weights.bucket import BucketSource
+    from windfall.weights.http_source import HttpSource
+    from windfall.weights.machine_source import MachineSource
+
+    if ref.kind == "bucket":
+        return BucketSource(ref, timeout_s=timeout_s, stopped=stopped)
+    kind = MachineSource if ref.machine and ref.machine == machine() else HttpSource
+    return kind(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)

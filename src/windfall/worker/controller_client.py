@@ -27,24 +27,27 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
 from windfall import backoff
 from windfall.engine.engine_thread import EngineThread, Make
 from windfall.errors import WindfallError
-from windfall.link import handshake
+from windfall.link import auth, handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
-from windfall.link.network import in_url
+from windfall.link.network import address_toward, in_url
 from windfall.link.socket import Dialer, SocketLink
 from windfall.processes import process
 from windfall.processes.process import EXIT_NO_CONTROLLER
 from windfall.types import Capabilities, Lease
-from windfall.weights.manifest import Manifest
+from windfall.weights.buffers import machine
+from windfall.weights.held_files import HeldFiles, UploadLimit
 from windfall.weights.merged import MergedWeights
+from windfall.weights.pull import Ask, PulledFiles
+from windfall.weights.serve import RunningServer, serve_in_thread
 from windfall.worker import preemption
 from windfall.worker.worker_link import BUILD_S, PulledWeights, Stalled, WorkerLink
 
@@ -56,14 +59,21 @@ REFUSED_FAILURES = 2
 """A temporary refusal counts as at most this many failures, so that the next attempt comes after about 0.5 s."""
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class WeightPuller(Protocol):
     """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
 
     @property
     def bytes_received(self) -> int: ...
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Manifest:
-        """Get this version. Raises any error if that fails."""
+    def pull(self, load: m.Load, ask: Ask | None, *, stop: threading.Event) -> PulledFiles:
+        """Get this version. `ask` asks the controller for other sources. Raises any error if that fails."""
+        ...
+
+    def reroute(self, routed: m.Routed) -> None:
+        """Use these sources from now on."""
         ...
 
     def tensors(self) -> Mapping[str, Any] | None:
@@ -82,6 +92,12 @@ class ControllerClient:
     puller: WeightPuller
     build: Callable[[m.EngineSpec], tuple[Any, int]]
     """Returns (engine, slots). Runs in the engine's thread while the weights are pulled."""
+    files: HeldFiles | None = None
+    """What other workers may read from this one; None: it only reads."""
+    weights_port: int = 0
+    """Where they read it; 0: any free port."""
+    weights_address: str = ""
+    """Where they reach this machine; empty: at the address from which it reaches the controller."""
     boot: Callable[[], m.LoadTimes] = m.LoadTimes
     """How long imports and building took."""
     ssl: tls.SSLContext | None = None
@@ -103,6 +119,9 @@ class ControllerClient:
         """`kv_dtype` of the spec for which the engine was built."""
         self._boot_reported = False
         self._held: tuple[int, str] = (-1, "")
+        self._upload = UploadLimit()
+        self._server: RunningServer | None = None
+        self._location = self._own_address = ""
         self._last_pull = ("", "")
         """Digest of the weights pulled last, and of their base. If they are in the engine, so is that base."""
         self._worker_link: WorkerLink | None = None
@@ -132,6 +151,8 @@ class ControllerClient:
             await asyncio.gather(*tasks, return_exceptions=True)  # one that failed has raised its error above
             if self._host is not None:  # another client may use the same engine after this one
                 self._host.close(0.0)
+            if self._server is not None:
+                await asyncio.to_thread(self._server.close)
             await self._dialer.close()
 
     def _watch_ended(self, watching: asyncio.Task[None]) -> None:
@@ -207,6 +228,8 @@ class ControllerClient:
 
     async def _handshake(self, link: SocketLink) -> m.Welcome:
         version, digest = self._held
+        if self.files is not None and self._server is None:
+            await asyncio.to_thread(self._serve_weights, self.files)
         hello = functools.partial(
             m.Hello,
             name=self.name,
@@ -217,11 +240,25 @@ class ControllerClient:
             age_s=process.age_s(),
             engine=self._host.capabilities if self._host else Capabilities(),
             lends=self.lends,
+            location=self._location,
+            own_address=self.weights_address or self._own_address,
+            machine=machine(),
+            holds=() if self.files is None else self.files.describe(),
         )
         try:
             return await handshake.join(link, handshake.WORKER, self.token, hello)
         except handshake.ControllerUnverified as e:
             raise JoinRefused(str(e), again=False) from e
+
+    def _serve_weights(self, files: HeldFiles) -> None:
+        """Let other workers read what this one holds. Nothing is encrypted, so with TLS only within the machine."""
+        controller = urlsplit(self._dialer.url)
+        self._own_address = address_toward(controller.hostname or LOOPBACK, controller.port or 80)
+        host = LOOPBACK if self.ssl is not None else self._own_address
+        self._server = serve_in_thread(
+            files, host=host, port=self.weights_port, key=auth.weights_key(self.token), limit=self._upload
+        )
+        self._location = f"http://{in_url(self.weights_address or host)}:{self._server.port}"
 
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
@@ -236,7 +273,12 @@ class ControllerClient:
             stalled_s=welcome.stalled_s,
             boot=self._report_boot,
             pulled_bytes=lambda: self.puller.bytes_received,
+            sent_bytes=lambda: self._upload.sent_bytes,
+            reroute=lambda routed: self.puller.reroute(
+                msgspec.structs.replace(routed, route=self._resolved(routed.route))
+            ),
         )
+        self._upload.bytes_per_s = welcome.upload_bytes_per_s
         worker_link.held = self._held
         if self._notice is not None:
             left_s = max(0.0, self._preempted_at_s - time.monotonic())
@@ -293,19 +335,27 @@ class ControllerClient:
         before = self.puller.bytes_received
         in_engine = None if self._worker_link is None else self._worker_link.held[1]  # not only in the puller
         held = in_engine == load.digest
-        manifest = self.puller.pull(self._weights_url(load.url), load.version, load.digest, stop=give_up)
-        received = self.puller.bytes_received - before
+        files = tuple(m.FileRoute(file=each.file, route=self._resolved(each.route)) for each in load.files)
+        load = msgspec.structs.replace(load, files=files)
+        pulled = self.puller.pull(load, self._ask, stop=give_up)
+        manifest, received = pulled.manifest, self.puller.bytes_received - before
         tensors = None if held else self.puller.tensors()
         if tensors is not None and manifest.base:  # they are an adapter
             loaded = self._last_pull == (in_engine, manifest.base)
             tensors = MergedWeights(self.puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
         self._last_pull = (manifest.digest, manifest.base)
-        return PulledWeights(digest=manifest.digest, tensors=tensors, bytes=received)
+        return PulledWeights(
+            digest=manifest.digest, tensors=tensors, bytes=received, used=pulled.used, apply_s=pulled.apply_s
+        )
 
-    def _weights_url(self, url: str) -> str:
+    def _ask(self, question: m.AskRoute) -> None:
+        """Runs in a thread of the pull."""
+        if (link := self._worker_link) is not None:
+            link.say_from_thread(question)
+
+    def _resolved(self, route: m.ReadRoute) -> m.ReadRoute:
         """Replace the host `_` by the host at which this worker reached the controller."""
-        parts = urlsplit(url)
-        if parts.hostname != "_":
-            return url
-        host = urlsplit(self._dialer.url).hostname or "127.0.0.1"
-        return urlunsplit(parts._replace(netloc=f"{in_url(host)}:{parts.port}"))
+        host = in_url(urlsplit(self._dialer.url).hostname or LOOPBACK)
+        at = lambda location: location.replace("://_:", f"://{host}:")  # noqa: E731
+        sources = (msgspec.structs.replace(source, location=at(source.location)) for source in route.sources)
+        return msgspec.structs.replace(route, sources=tuple(sources))

@@ -85,10 +85,13 @@ def main(
     patience_s: float,
     engine: EngineName = "auto",
     tensor_parallel: int = 1,
+    weights_port: int = 0,
+    weights_address: str = "",
 ) -> None:
     """Join a run and work for it; exits the process. `token`: the run's token, or the file that
     holds it. `share`: share of the free memory for the KV cache. `engine`: which engine; "auto" leaves it to the run.
-    `tensor_parallel`: number of GPUs that the engine spans."""
+    `tensor_parallel`: number of GPUs that the engine spans. `weights_port`, `weights_address`: where other workers read
+    weights from this one."""
     if not is_address(url):
         what = f"{url!r} is not the address of a controller"
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
@@ -117,13 +120,17 @@ def main(
         return built, slots
 
     async def run() -> int:
+        puller = Puller(key=auth.weights_key(token), ssl=context)
         client = ControllerClient(
             url,
             token,
             name=name,
             lease=lease,
             build=build_engine,
-            puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
+            puller=puller,
+            files=puller.files,
+            weights_port=weights_port,
+            weights_address=weights_address,
             boot=lambda: took[-1],
             ssl=context,
             patience_s=patience_s,

@@ -58,6 +58,10 @@ class PulledWeights:
     tensors: Mapping[str, Any] | None
     """None if the engine already has these weights."""
     bytes: int = 0
+    used: tuple[m.SourceUse, ...] = ()
+    """What came from each source."""
+    apply_s: float = 0.0
+    """Seconds that applying deltas took."""
 
 
 Pull = Callable[[m.Load, threading.Event], PulledWeights]
@@ -75,14 +79,19 @@ class WorkerLink:
         stalled_s: float = math.inf,
         boot: Callable[[], m.LoadTimes] = m.LoadTimes,
         pulled_bytes: Callable[[], int] = lambda: 0,
+        sent_bytes: Callable[[], int] = lambda: 0,
+        reroute: Callable[[m.Routed], None] = lambda routed: None,
     ) -> None:
-        """`boot` returns how long the start took; it is called when the weights are in the engine. `pulled_bytes`
-        returns how many bytes of weights this process has received."""
+        """`boot` returns how long the start took; it is called when the weights are in the engine. `pulled_bytes` and
+        `sent_bytes` return how many bytes of weights this process has received and sent to other workers. `reroute`
+        tells a pull about other sources."""
         self.link = link
         self.host = host
         self._pull = pull
         self._boot = boot
         self._pulled_bytes = pulled_bytes
+        self._sent_bytes = sent_bytes
+        self._reroute = reroute
         self._heartbeat_s = heartbeat_s
         self._stalled_s = stalled_s
         self.held: tuple[int, str] = (-1, "")
@@ -126,13 +135,16 @@ class WorkerLink:
     def say(self, message: object) -> None:
         self._outbox.put_nowait(message)
 
+    def say_from_thread(self, message: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the link
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
     def _emit(self, message: object) -> None:
         """Send a message from the engine's thread. Waits while too many frames are unsent and the link is open."""
         while not self._room.acquire(timeout=0.1):
             if self._over.is_set():
                 return
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the link
-            self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+        self.say_from_thread(message)
 
     async def _send(self) -> None:
         while True:
@@ -151,6 +163,7 @@ class WorkerLink:
             if self._load_phase != "pull" or pulled != self._pull_progress[0]:
                 self._pull_progress = (pulled, now)
             stats = msgspec.structs.replace(self.host.stats(), loading=self._load_phase, pulled_bytes=pulled)
+            stats = msgspec.structs.replace(stats, sent_bytes=self._sent_bytes())
             self.say(stats)
             if stats.idle_s > self._stalled_s:
                 raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses running")
@@ -168,7 +181,7 @@ class WorkerLink:
                 case m.SiblingTokens():
                     self.host.remember(message)
                 case m.Routed():
-                    pass  # this worker reads from Load.url
+                    self._reroute(message)
                 case m.Release():
                     self.host.release(message.handles)
                 case m.Load():
@@ -272,6 +285,8 @@ class WorkerLink:
                     longest=self.host.longest,
                     engine=self.host.capabilities,
                     kv_tokens=self.host.kv_tokens,
+                    used=weights.used,
+                    apply_s=weights.apply_s,
                 )
             )
             done.set_result(None)

@@ -78,10 +78,10 @@ def test_an_importer_that_dies_is_replaced_by_the_reader_with_most_bytes() -> No
     assert (asked.parts[0].start, firsts(asked)) == (7 * GB + 1, ["trainer"])
 
 
-def test_readers_of_one_machine_take_no_slot() -> None:
+def test_readers_of_one_machine_read_from_one_of_them() -> None:
     d = directory(*(worker(f"a{n}", machine="m") for n in range(8)), worker("b"))
     assert [load(d, f"a{n}") for n in range(8)] == [["trainer"], *[["a0"]] * 7]
-    assert load(d, "b") == ["a0"]
+    assert load(d, "b") == ["a1"]
 
 
 @given(
@@ -195,14 +195,20 @@ def test_a_stalled_source_comes_back_if_there_is_no_other() -> None:
     assert complain(d, "b", "trainer", "stalled") == ["trainer"]
 
 
+def test_workers_follow_each_other_rather_than_the_upload_to_the_bucket() -> None:
+    d = directory(worker("a"), worker("b"), worker("e", "eu"), worker("f", "eu"), bucket="s3://b")
+    assert [load(d, id) for id in "abef"] == [["trainer"], ["a"], ["trainer"], ["e"]]
+    assert complain(d, "e", "trainer", "unreachable") == ["s3://b"]
+
+
 def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
     d = directory(worker("a"), bucket="s3://b")
     load(d, "a")
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
-    assert complain(d, "a", "s3://b", "wrong") == []
+    assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
     assert [name for name, _ in d.events()] == ["source_dropped"]
     d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
-    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["s3://b"])]
+    assert load(d, "a") == ["s3://b"]
 
 
 def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
@@ -211,19 +217,23 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
     d.uploaded("v1", 5, failed=True)
     d.check()
-    assert complain(d, "a", "s3://b", "stalled") == []
+    assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
     assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
     d.uploaded("v1", 5, failed=False)  # the second attempt
-    assert [firsts(each.route) for _, each in d.routed()] == [["s3://b"]]
+    assert load(d, "a") == ["s3://b"]
 
 
-def test_a_trainer_that_connects_again_may_be_reached_now() -> None:
-    d = directory(worker("a"))
+def test_a_trainer_that_cannot_be_reached_is_tried_again_if_there_is_no_other() -> None:
+    d = directory(worker("a", "eu"), worker("b", "eu"), bucket="s3://b")
     load(d, "a")
-    assert complain(d, "a", "trainer", "unreachable") == []
-    d.publish(published(V1), 1.0)
-    assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("a", ["trainer"])]
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    assert load(d, "a") == ["s3://b"]
+    assert complain(d, "a", "s3://b", "unreachable") == ["trainer"]
+    d.leave("s3://b")
+    assert load(d, "a") == ["trainer"]
+    d.publish(published(V1, bucket="s3://b"), 1.0)  # the trainer has connected again
+    assert load(d, "a") == ["trainer"]
 
 
 def test_late_messages_about_an_older_load_change_nothing() -> None:
@@ -231,7 +241,9 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
     load(d, "a")
     d.publish(published(V2, DELTA, version=2), 2.0)
     load(d, "a", "v2")
-    assert d.ask("a", "v1", (), 0) == ReadRoute(sources=(), parts=())
+    assert d.ask("a", "v1", [SourceUse(source="trainer", bytes=5, s=1.0)], 0) == ReadRoute(sources=(), parts=())
+    assert d.traffic is not None
+    assert d.traffic.describe()["trainer_bytes"] == 5  # but what was sent is counted
     assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
     d.loaded("a", "v1", (), 3.0)
     assert load(d, "b", "v2") == ["a"]  # which is still reading
@@ -335,6 +347,16 @@ def test_traffic_of_a_version() -> None:
     d.leave("a")
     d.publish(published(V1, version=3), 101.0)
     assert d.events() == [], "nobody has read it"
+
+
+def test_traffic_from_a_region_that_is_not_known_has_no_price_and_one_reader_of_each_region() -> None:
+    d = Directory(TrafficPrices())
+    for id in ("a", "b"):
+        d.join(worker(id, "us"))
+    d.publish(published(V1), 0.0)
+    assert [load(d, id) for id in ("a", "b")] == [["trainer"], ["a"]]
+    d.loaded("a", "v1", [SourceUse(source="trainer", bytes=V1.nbytes, s=16.0)], 1.0)
+    assert d.usd == 0
 
 
 def test_deltas_are_packed_for_slow_links() -> None:

@@ -194,7 +194,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             source = data.draw(st.sampled_from(sources)).id
             used = (SourceUse(source=source, bytes=1000, s=1.0, why=why),)
         self._ask(worker, file, used)
-        if used and why in ("wrong", "unreachable"):
+        if used and why in ("wrong", "unreachable") and used[0].source in self.workers:
             assert used[0].source not in [s.id for s in worker.routes[file].sources]
 
     def _ask(self, worker: Worker, file: str, used: tuple[SourceUse, ...]) -> None:
@@ -309,7 +309,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         readers: dict[tuple[str, str], int] = {}
         for id, worker in self.workers.items():
             for name, known in self.directory._files.items():
-                if id in known.readings and any(part.sources[0] in ("t0", "t1") for part in known.readings[id].parts):
+                if id in known.readings and any(part.source in ("t0", "t1") for part in known.readings[id].parts):
                     key = name, worker.holder.region
                     readers[key] = readers.get(key, 0) + 1
         for (_, region), count in readers.items():

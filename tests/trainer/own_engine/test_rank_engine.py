@@ -15,11 +15,12 @@ import torch
 from tests.support.continuation import Token, check_continuation, of_chunks, versions
 from tests.support.small_models import engine
 from windfall.errors import WindfallError
+from windfall.link.messages import Load
 from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine
 from windfall.trainer.own_engine.trainer_engine import TrainerTurn
 from windfall.types import Request
-from windfall.weights.manifest import Manifest
 from windfall.weights.publish import Publisher
+from windfall.weights.pull import PulledFiles
 
 REQUEST = Request(id="1", prompt=(5, 9, 13), seed=7, max_tokens=400)
 
@@ -46,7 +47,8 @@ class Case:
     def load(self, version: int) -> None:
         found = self.publisher.find(version)
         assert found is not None
-        assert self.weights.pull("", version, found.manifest.digest) is found.manifest
+        load = Load(version=version, digest=found.manifest.digest)
+        assert self.weights.pull(load).manifest is found.manifest
         assert self.weights.tensors() is None
         self.engine.swap(version)
 
@@ -138,11 +140,11 @@ def test_ranks_on_several_machines_copy_what_they_have_pulled(models: list[Any])
     manifest = SimpleNamespace(version=3, base="", scale=1.0)
     fake: Any = SimpleNamespace(held=manifest, bytes_received=7, tensors=models[0].state_dict)
 
-    def pull(url: str, version: int, digest: str, *, stop: threading.Event) -> Any:
+    def pull(load: Load, ask: Any, *, stop: threading.Event) -> Any:
         pulling.set()
         assert go_on.wait(60)
-        fake.held = SimpleNamespace(version=version, base="", scale=1.0)
-        return fake.held
+        fake.held = SimpleNamespace(version=load.version, base="", scale=1.0)
+        return PulledFiles(manifest=fake.held)
 
     fake.pull = pull
     copies = PulledCopy(fake)
@@ -151,8 +153,9 @@ def test_ranks_on_several_machines_copy_what_they_have_pulled(models: list[Any])
         assert set(weights) == set(models[0].state_dict())
     with copies.reading(2) as weights:
         assert weights is None
-    got: list[Manifest] = []
-    thread = threading.Thread(target=lambda: got.append(copies.pull("", 4, "d", stop=threading.Event())))
+    got: list[PulledFiles] = []
+    load = Load(version=4, digest="d")
+    thread = threading.Thread(target=lambda: got.append(copies.pull(load, stop=threading.Event())))
     thread.start()
     assert pulling.wait(60)
     with copies.reading(3) as weights:
@@ -161,4 +164,4 @@ def test_ranks_on_several_machines_copy_what_they_have_pulled(models: list[Any])
     thread.join(60)
     with copies.reading(4) as weights:
         assert weights is not None
-    assert (got[0].version, copies.bytes_received, copies.tensors()) == (4, 7, None)
+    assert (got[0].manifest.version, copies.bytes_received, copies.tensors()) == (4, 7, None)

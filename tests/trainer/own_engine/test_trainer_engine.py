@@ -15,7 +15,7 @@ import pytest
 from tests.support.hashing_engine import Hashing
 from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
-from windfall.link.messages import Released, Work
+from windfall.link.messages import Load, Released, Work
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
 from windfall.types import Request, Sampling
 
@@ -198,12 +198,12 @@ def test_published_weights_need_no_pull() -> None:
     published: Any = None
     them = TrainerWeights(lambda: published)
     with pytest.raises(ValueError, match="not at version 3"):
-        them.pull("", 3, "abc")
+        them.pull(Load(version=3, digest="abc"))
     published = SimpleNamespace(version=3, digest="abc")
-    assert them.pull("", 3, "abc") is published
+    assert them.pull(Load(version=3, digest="abc")).manifest is published
     assert them.tensors() is None
     with pytest.raises(ValueError, match="not at version 3"):
-        them.pull("", 3, "other")
+        them.pull(Load(version=3, digest="other"))
 
 
 def test_only_the_trainer_changes_the_weights() -> None:

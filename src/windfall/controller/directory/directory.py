@@ -9,7 +9,7 @@ The state is soft. Workers say what they hold when they join, and the trainer wh
 again builds a directory from that. Times are arguments: same calls, same answers.
 
 Rules (`check` tests those that a state can show):
- 1. Every source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
+ 1. The source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
     reader needs.
  2. No reader follows itself, also not over others.
  3. At most one reader of a region reads a file from outside it, of those that can use each other.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.directory import updates
@@ -63,14 +63,17 @@ class Directory:
         """Of the newest version."""
         self.usd = 0.0
         """What all versions have cost."""
-        self._version = -1
-        self._trainer = WeightHolder(id="", kind="trainer", region=region)
-        """Stands for all machines of the trainer."""
+        self._version, self._region = -1, region
+        self._trainers = [WeightHolder(id="", kind="trainer", region=region)]
+        """Its machines; one that is not known at first."""
         self._prices = prices
         self._contacts = Contacts(peers)
         self._rates = Rates()
         self._verify_bytes_per_s = VERIFY_BYTES_PER_S
         self._files: dict[str, KnownFile] = {}
+        """Published by the trainer, or still being read: a worker's word for a file is not enough."""
+        self._early: dict[str, dict[str, m.Ranges]] = {}
+        """What workers hold of other files, until the trainer has published the next ones."""
         self._loads: dict[str, WeightLoad] = {}
         self._copies: dict[str, str] = {}
         """By worker: the weights that it can apply deltas to. It serves them no more once its next load begins."""
@@ -88,7 +91,9 @@ class Directory:
         self.leave(holder.id)
         self._contacts.holders[holder.id] = holder
         for holding in holds:
-            self._known(holding.file.digest).held[holder.id] = normal(holding.ranges) or WHOLE
+            known, name = self._files.get(holding.file.digest), holding.file.digest
+            held = self._early.setdefault(name, {}) if known is None else known.held
+            held[holder.id] = normal(holding.ranges) or WHOLE
             if not holding.ranges and not holding.file.after:
                 self._copies[holder.id] = holding.file.digest
 
@@ -99,6 +104,8 @@ class Directory:
         self._left[id] = self._contacts.holders[id]
         self._loads.pop(id, None)
         self._copies.pop(id, None)
+        for held in self._early.values():
+            held.pop(id, None)
         for known in self._files.values():
             known.held.pop(id, None)
             self._end(known, id)
@@ -116,31 +123,34 @@ class Directory:
         for id in gone if files.version <= self._version else ():
             self._contacts.forgive(id)
         self._version = files.version
+        listed = {file.digest: file for file in files.files}
+        self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for known in self._files.values():
             for id in gone:
                 known.held.pop(id, None)
+        for name, file in listed.items():
+            self._files.setdefault(name, KnownFile(file, self._early.get(name, {})))
+        self._early = {}
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            if at not in gone:
-                about = replace(self._trainer, id=at, kind=kind, location=at, machine=each.machine)
-                self._contacts.holders[at] = about
+            about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
+            self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
-                self._known(holding.file.digest).held[at] = holding.ranges or WHOLE
-        for file in files.files:
-            self._known(file.digest).file = file
-        listed = {file.digest for file in files.files}
-        self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
+                if holding.file.digest in self._files:
+                    self._files[holding.file.digest].held[at] = holding.ranges or WHOLE
         for id in sorted(gone):
             self.leave(id)
-        self._repair(self._files.values(), [each.location for each in files.holders])
+        trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
+        self._trainers = trainers or self._trainers
+        self._repair(self._files.values(), [each.location for each in files.holders], gained=True)
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
             delta = sum(file.nbytes for file in files.files if file.after == files.digest)
             waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
             self.newest, self._left = files.digest, {}
-            self.traffic = Traffic(files.version, copy, delta, now_s, waiting)
+            self.traffic = Traffic(files.version, copy, delta, now_s, waiting, len(waiting) // 2)
 
     def end_version(self) -> None:
         """The next version comes, or the run ends: write the event of the newest one."""
@@ -155,10 +165,7 @@ class Directory:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
-            self._repair([known], buckets)
-
-    def _known(self, digest: str) -> KnownFile:
-        return self._files.setdefault(digest, KnownFile())
+            self._repair([known], buckets, gained=not failed)
 
     # Readers
 
@@ -166,7 +173,7 @@ class Directory:
         """The files that bring the reader to these weights, each with its route. Nothing to read: no files. A file
         without sources: none are known, and the reader is to ask again."""
         self.stopped(reader)
-        files = {known.file.digest: known.file for known in self._files.values() if known.file is not None}
+        files = {name: known.file for name, known in self._files.items()}
         while (plan := self._plan(reader, wanted, files.values())) is not None:
             readings = [self._find(reader, file) for file in plan]
             unread = [file for file, reading in zip(plan, readings, strict=True) if reading.unfed]
@@ -174,27 +181,26 @@ class Directory:
                 break
             del files[unread[0].digest]
         else:  # no way has sources now: wait for those of the copy
-            known = self._known(wanted)
-            plan = () if known.file is None else (known.file,)
-            readings = [Reading(self._lacks(known, reader)) for _ in plan]
+            plan = (self._files[wanted].file,) if wanted in self._files else ()
+            readings = [Reading(self._lacks(self._files[wanted], reader)) for _ in plan]
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
         return self._begin(reader, wanted, plan, readings)
 
     def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. It has the first `received`
         bytes of it."""
-        load, known = self._loads.get(reader), self._files.get(file)
-        if load is None or known is None or known.file is None:
+        known, wanted = self._files.get(file), self._loads[reader].wanted if reader in self._loads else ""
+        copy = self._files[wanted].file if wanted in self._files else None
+        if known is None or not (reader in known.readings or (copy and file in _names(copy))):
+            for use in used:
+                self._take(reader, use, None)
             return NO_ROUTE
-        if reader not in known.readings:
-            wanted = self._known(load.wanted).file
-            if wanted is None or file not in _names(wanted):
-                return NO_ROUTE
-            self.stopped(reader)  # the deltas cannot be applied: it has lost its copy
+        if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
+            self.stopped(reader)
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
             known.held.pop(reader, None)
-            self._begin(reader, load.wanted, (known.file,), [Reading(self._lacks(known, reader))])
+            self._begin(reader, wanted, (known.file,), [Reading(self._lacks(known, reader))])
         reading = known.readings[reader]
         self._loads[reader].received = max(received, self._loads[reader].received)
         reading.need = subtract(self._lacks(known, reader), normal([(0, received)]))
@@ -203,9 +209,10 @@ class Directory:
             reading.need = self._lacks(known, reader)
         for use in used:
             self._take(reader, use, known)
-        self._set(known, reader, ())
         failed = [use.source for use in used if use.why]
-        self._repair(self._files.values() if failed else [known], failed)
+        self._renew(known, [reader], failed[0] if failed else "first")
+        if failed:
+            self._repair(self._files.values(), failed)
         self._routed.pop((reader, file), None)
         return self._route(reading)
 
@@ -221,8 +228,7 @@ class Directory:
             for file in self._loads.pop(reader).files:
                 self._files[file.digest].held[reader] = WHOLE
                 self._end(self._files[file.digest], reader)
-            known = self._files.get(digest)
-            if known is not None and known.file is not None:
+            if (known := self._files.get(digest)) is not None:
                 known.held[reader] = WHOLE
                 if apply_s > 0:
                     self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
@@ -234,39 +240,37 @@ class Directory:
         if self.traffic is not None and digest == self.newest:
             self.traffic.ready(reader, now_s)
 
-    def stopped(self, reader: str) -> None:
-        """Its load failed or was replaced. Its followers get other routes."""
-        load = self._loads.pop(reader, None)
-        files = [self._files[file.digest] for file in load.files] if load is not None else []
-        for known in files:
-            self._end(known, reader)
-        self._repair(files, [reader])
+    def stopped(self, *readers: str) -> None:
+        """Their loads have failed, or others follow. Their followers get other routes. To stop many at once is cheaper
+        than to stop them one by one, each time with new routes for followers that will be stopped, too."""
+        files: dict[str, KnownFile] = {}
+        for reader in readers:
+            load = self._loads.pop(reader, None)
+            for file in load.files if load is not None else ():
+                known = files[file.digest] = self._files[file.digest]
+                self._end(known, reader)
+        self._repair(files.values(), readers)
 
     # What others need to know
 
     def routed(self) -> list[tuple[str, m.FileRoute]]:
         """Routes to send to readers that did not ask, since the last call."""
         changed, self._routed = self._routed, {}
-        out = []
-        for reader, digest in changed:
-            known = self._files.get(digest)
-            if known is not None and known.file is not None and reader in known.readings:
-                out.append((reader, m.FileRoute(file=known.file, route=self._route(known.readings[reader]))))
-        return out
+        still = [(r, self._files[name]) for r, name in changed if name in self._files]
+        return [(r, m.FileRoute(file=k.file, route=self._route(k.readings[r]))) for r, k in still if r in k.readings]
 
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
-        files = (known.file for known in self._files.values() if known.file is not None and known.held)
-        return frozenset(updates.result(file) for file in files)
+        return frozenset(updates.result(known.file) for known in self._files.values() if known.held)
 
     def needed(self) -> frozenset[str]:
         """Files that must not expire."""
-        files = [known.file for known in self._files.values() if known.file is not None]
+        files = [known.file for known in self._files.values()]
         out = {self.newest} | {name for name, known in self._files.items() if known.readings}
         plans: dict[tuple[frozenset[str], float], tuple[m.FileRef, ...] | None] = {}
         for id, holder in self._contacts.holders.items():
             if holder.kind == "peer":
-                key = frozenset(self._held(id)), self._rate(holder, self.newest)
+                key = frozenset(self._held(id)), self._rate(holder)
                 if key not in plans:
                     plans[key] = self._plan(id, self.newest, files)
                 out.update(name for file in plans[key] or () for name in _names(file))
@@ -275,7 +279,7 @@ class Directory:
     def pack(self) -> bool:
         """Whether packed deltas save more time on the slowest link from the trainer than packing takes."""
         workers = (holder for holder in self._contacts.holders.values() if holder.kind == "peer")
-        slowest = min((self._rates.between(worker, self._trainer) for worker in workers), default=float("inf"))
+        slowest = min(map(self._rate, workers), default=float("inf"))
         return (1 - PACKED) / slowest > PACK_S_PER_BYTE
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -292,13 +296,13 @@ class Directory:
             for reader, reading in known.readings.items():
                 me = holders[reader]
                 for part in reading.parts:
-                    assert part.sources and all(self._valid(known, reader, part, id) for id in part.sources), (1, part)
-                    assert not self._contacts.dropped.intersection(part.sources), (6, part)
+                    assert self._valid(known, reader, part), (1, part)
+                    assert part.source not in self._contacts.dropped, (6, part)
                 covered = normal((part.start, part.stop) for part in reading.parts)
                 assert not reading.parts or covers(covered, reading.need), (1, reader, digest)
-                firsts = [holders[id] for id in _firsts(reading.parts)]
-                load.update(h.id for h in firsts if h.region == me.region and not h.shares_machine(me))
-                importing = any(holder.across(me) for holder in firsts)
+                sources = [holders[id] for id in reading.sources]
+                load.update(reading.sources)
+                importing = any(holder.across(me) for holder in sources)
                 for other in importers if importing else ():
                     pair = ((reader, other), (other, reader))
                     both = all(usable(*ids) and ids[1] not in known.readings[ids[0]].avoid for ids in pair)
@@ -315,43 +319,33 @@ class Directory:
         if self.newest in self._files and any(holders[id].kind == "trainer" for id in kept):
             known = self._files[self.newest]
             complete = normal(piece for id in kept for piece in known.held.get(id, ()))
-            assert known.file is not None and covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
+            assert covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
 
     # Plans
 
     def _plan(self, reader: str, wanted: str, files: Iterable[m.FileRef]) -> tuple[m.FileRef, ...] | None:
-        known = self._files.get(wanted)
-        copy = known.file.nbytes if known is not None and known.file is not None else 0
-        rate, apply_s = self._rate(self._contacts.holders[reader], wanted), copy / self._verify_bytes_per_s
+        copy = self._files[wanted].file.nbytes if wanted in self._files else 0
+        rate, apply_s = self._rate(self._contacts.holders[reader]), copy / self._verify_bytes_per_s
         return updates.plan(self._held(reader), wanted, files, bytes_per_s=rate, apply_s=apply_s)
 
     def _held(self, reader: str) -> list[str]:
         """All weights that the reader has complete."""
-        whole = [name for name, known in self._files.items() if known.file and not self._lacks(known, reader)]
+        whole = [name for name, known in self._files.items() if not self._lacks(known, reader)]
         return [*whole, *([self._copies[reader]] if reader in self._copies else [])]
 
     def _lacks(self, known: KnownFile, reader: str) -> m.Ranges:
-        assert known.file is not None
         return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
 
-    def _rate(self, me: WeightHolder, wanted: str) -> float:
-        """Expected bytes per second: from the nearest complete copy, or else from the trainer."""
-        nearest = self._trainer
-        for id, ranges in self._files[wanted].held.items() if wanted in self._files else ():
-            holder = self._contacts.holders[id]
-            near = me.shares_machine(holder) or holder.region == me.region != nearest.region
-            if near and ranges == WHOLE and self._contacts.usable(me.id, id):
-                nearest = holder
-                if me.shares_machine(holder):
-                    break
-        return self._rates.between(me, nearest)
+    def _rate(self, me: WeightHolder) -> float:
+        """Expected bytes per second from the trainer. It says what a delta is worth even if a copy is nearer: somebody
+        must bring that copy."""
+        return max(self._rates.between(me, trainer) for trainer in self._trainers)
 
     # Routes
 
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
-        assert known.file is not None
-        rate = self._rates.between(self._trainer, self._trainer)
-        slots = fan_out(len(self._contacts.holders), known.file.nbytes, rate)
+        near = WeightHolder(id="", kind="peer", region=self._region)
+        slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
         me = self._contacts.holders[reader]
         return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known).route(reading)
 
@@ -380,65 +374,55 @@ class Directory:
     def _keep_only(self, reader: str, keep: set[str]) -> None:
         """The reader overwrites its copy: it serves deltas and these files only."""
         for name, known in self._files.items():
-            delta = known.file is not None and known.file.after
-            if name not in keep and not delta and known.held.pop(reader, None) is not None:
+            if name not in keep and not known.file.after and known.held.pop(reader, None) is not None:
                 self._repair([known], [reader])
 
     def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
-        """Give a reader this route, and count the load of its first sources. `why`: for the event of an importer."""
+        """Give a reader this route, and count the load of its sources. `why`: for the event of an importer."""
         reading, me, holders = known.readings[reader], self._contacts.holders[reader], self._contacts.holders
-        for sources, sign in ((_firsts(reading.parts), -1), (_firsts(parts), 1)):
-            for id in sources:
-                holder = holders.get(id)
-                if holder is not None and holder.region == me.region and not me.shares_machine(holder):
-                    known.load[id] += sign
+        known.load.subtract(id for id in reading.sources if id in holders)
         reading.parts = parts
+        known.load.update(reading.sources)
         if parts:
-            importing = any(holders[id].across(me) for id in _firsts(parts))
-            if importing and not reading.importing and known.file is not None:
+            importing = any(holders[id].across(me) for id in reading.sources)
+            if importing and not reading.importing:
                 at_bytes = self._loads[reader].received
                 at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
                 self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
     def _route(self, reading: Reading) -> m.ReadRoute:
-        ids = list(dict.fromkeys(id for part in reading.parts for id in part.sources))
+        ids = reading.sources
         holders = [self._contacts.holders[id] for id in ids]
-        return m.ReadRoute(
-            sources=tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders),
-            parts=tuple(
-                m.RoutePart(start=part.start, stop=part.stop, sources=tuple(ids.index(id) for id in part.sources))
-                for part in reading.parts
-            ),
-        )
+        refs = tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders)
+        parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
+        return m.ReadRoute(sources=refs, parts=tuple(parts))
 
-    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str]) -> None:
-        """Something has changed about these sources. Give new routes to all whose first source is none any more, and to
-        those that had none. The reader with the most bytes comes first: if it must import, the others can follow it."""
+    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:
+        """Something has changed about these sources. Give new routes to all whose source is none any more. `gained`:
+        also to those that had none, which otherwise ask again."""
         for known in files:
-            broken = [reader for reader, reading in known.readings.items() if reading.unfed]
-            for reader, reading in known.readings.items():
-                if not any(id in suspects for part in reading.parts for id in part.sources):
-                    continue
-                parts = tuple(
-                    part._replace(sources=tuple(id for id in part.sources if self._valid(known, reader, part, id)))
-                    for part in reading.parts
-                )
-                if all(new.sources[:1] == old.sources[:1] for new, old in zip(parts, reading.parts, strict=True)):
-                    reading.parts = parts
-                else:
-                    broken.append(reader)
-            for reader in broken:
-                self._set(known, reader, ())
-            for reader in sorted(broken, key=lambda id: (-self._loads[id].received, id)):
-                parts = self._search(reader, known, known.readings[reader])
-                self._set(known, reader, parts, next(iter(suspects), "first"))
-                if parts and known.file is not None:
-                    self._routed[reader, known.file.digest] = None
+            broken = [
+                reader for reader, reading in known.readings.items()
+                if (gained and reading.unfed)
+                or any(part.source in suspects and not self._valid(known, reader, part) for part in reading.parts)
+            ]  # fmt: skip
+            self._renew(known, broken, next(iter(suspects), "first"))
 
-    def _valid(self, known: KnownFile, reader: str, part: Part, id: str) -> bool:
-        has = id in known.readings or known.has(id, part.start, part.stop)
-        return has and self._contacts.usable(reader, id)
+    def _renew(self, known: KnownFile, readers: Collection[str], why: str) -> None:
+        """Give these readers new routes. The one with the most bytes comes first: if it must import, the others can
+        follow it."""
+        for reader in readers:
+            self._set(known, reader, ())
+        for reader in sorted(readers, key=lambda id: (-self._loads[id].received, id)):
+            parts = self._search(reader, known, known.readings[reader])
+            self._set(known, reader, parts, why)
+            if parts:
+                self._routed[reader, known.file.digest] = None
+
+    def _valid(self, known: KnownFile, reader: str, part: Part) -> bool:
+        has = part.source in known.readings or known.has(part.source, part.start, part.stop)
+        return has and self._contacts.usable(reader, part.source)
 
     # Reports
 
@@ -463,7 +447,7 @@ class Directory:
             if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
                 dropped = known.held.pop(use.source, None) is not None
         if dropped:
-            file = known.file.digest if known is not None and known.file is not None else ""
+            file = known.file.digest if known is not None else ""
             about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
 
@@ -471,8 +455,3 @@ class Directory:
 def _names(file: m.FileRef) -> tuple[str, ...]:
     """A file, and the base that it is useless without."""
     return (file.digest, file.before) if file.before and not file.after else (file.digest,)
-
-
-def _firsts(parts: Iterable[Part]) -> tuple[str, ...]:
-    """The first source of every part, each once."""
-    return tuple(dict.fromkeys(id for part in parts for id in part.sources[:1]))

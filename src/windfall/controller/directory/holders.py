@@ -9,8 +9,9 @@ Rules:
 - A reader follows nobody that follows it, directly or over others, and nobody whose own bytes have no source.
 - A worker can be reached if its own address is the one that the controller sees, or if the reader is seen at the same
   address (one NAT), or on the same machine. Reports override this.
-- A reader gets no source again that it has reported as unreachable or wrong. After such reports from two machines no
-  reader gets it, until it joins again. The trainer is only refused reader by reader: it is trusted.
+- A reader gets no worker again that it has reported as unreachable or wrong. After such reports from two machines no
+  reader gets it, until it joins again. The trainer and the bucket it gets again if there is no other source: they are
+  trusted, and a firewall is told from a bad moment by trying.
 - A reader that has reported three sources as wrong is not believed any more: its own memory is the likelier cause.
 """
 
@@ -41,6 +42,7 @@ class WeightHolder:
     location: str = ""
     """URL of its weight server. Empty: it only reads."""
     region: str = ""
+    """Empty: not known."""
     machine: str = ""
     """Empty: not known, and shared with no other holder."""
     seen: str = ""
@@ -52,15 +54,16 @@ class WeightHolder:
         return bool(self.machine) and self.machine == other.machine
 
     def across(self, other: WeightHolder) -> bool:
-        """Whether a wide link is between them."""
-        return self.region != other.region and not self.shares_machine(other)
+        """Whether a wide link, which costs money, is known to be between them."""
+        known = bool(self.region and other.region)
+        return known and self.region != other.region and not self.shares_machine(other)
 
 
 class Part(NamedTuple):
     start: int
     stop: int
-    sources: tuple[str, ...]
-    """Ids of holders, best first."""
+    source: str
+    """Id of a holder."""
 
 
 @dataclass(slots=True)
@@ -75,6 +78,10 @@ class Reading:
     """It reads from another region."""
 
     @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(part.source for part in self.parts))
+
+    @property
     def unfed(self) -> bool:
         """It needs something, and has no source for it."""
         return bool(self.need) and not self.parts
@@ -82,14 +89,13 @@ class Reading:
 
 @dataclass(slots=True)
 class KnownFile:
-    file: FileRef | None = None
-    """None until the trainer has published it: a worker's word for its size is not enough."""
+    file: FileRef
     held: dict[str, Ranges] = field(default_factory=dict)
     """By holder. A reader's own ranges from before its reading stay here."""
     readings: dict[str, Reading] = field(default_factory=dict)
     """By reader, in the order in which they began."""
     load: Counter[str] = field(default_factory=Counter)
-    """By holder: readers of its region on other machines whose first source it is."""
+    """By holder: readers whose source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id)
@@ -97,12 +103,8 @@ class KnownFile:
 
     def follows(self, reader: str) -> set[str]:
         """The readers of this file that a reader follows."""
-        return {
-            id
-            for part in self.readings[reader].parts
-            for id in part.sources
-            if id in self.readings and not self.has(id, part.start, part.stop)
-        }
+        parts = (part for part in self.readings[reader].parts if part.source in self.readings)
+        return {part.source for part in parts if not self.has(part.source, part.start, part.stop)}
 
     def unfit(self) -> set[str]:
         """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one
@@ -149,13 +151,17 @@ class Contacts:
         holder, me = self.holders.get(source), self.holders[reader]
         if holder is None or not holder.location or holder is me or source in self.dropped:
             return False
-        if source in self._failed and reader in self._failed[source]:
-            return False
         if holder.kind != "peer":
             return True
+        if source in self._failed and reader in self._failed[source]:
+            return False
         if me.shares_machine(holder):
             return self._peers != "none"
         return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
+
+    def shunned(self, reader: str) -> set[str]:
+        """What the reader has reported as unreachable or wrong."""
+        return {source for source, reports in self._failed.items() if reader in reports}
 
     def report(self, reader: str, source: str, why: Literal["unreachable", "wrong"]) -> bool:
         """Take a report. Whether no reader gets the source any more because of it."""

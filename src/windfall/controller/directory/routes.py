@@ -4,15 +4,15 @@
        └──────▶ x ──▶ y                 another region: x is its *importer*, the one that crosses the wide link
 
 Rules:
-- The first source of a part is, in this order: on the reader's machine; in its region, with a free slot; in its region;
+- The source of a part is, in this order: on the reader's machine; in its region, with a free slot; in its region;
   elsewhere, where it costs least. Among equals, who has the bytes comes before who is reading them, and who began
-  earlier before who began later, which keeps the tree flat.
+  earlier before who began later, which keeps the tree flat. A bucket comes last: it gets the bytes later.
 - So a reader imports only if it can use no source in its region, and the next readers there follow it.
-- A holder has as many slots as the file's fan-out. A slow one has none. Reads within a machine, and by importers, take
-  no slot.
-- The second source of a part, if there is one, has the bytes already, and is in the reader's region if the first is. A
-  reader goes to it by itself if the controller does not answer.
+- A holder has as many slots as the file's fan-out; readers on its machine and importers may take more. A slow holder
+  has none.
 - Sources that a reader avoids come back if there is no other.
+- A reader gets one source of each byte, and asks for another if that fails. A second one in advance would be out of
+  date by then, and nobody would balance the reads that go there.
 """
 
 from __future__ import annotations
@@ -63,30 +63,32 @@ class RouteSearch:
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
-        unfit = self.known.unfit()
-        parts = self._cover(reading.need, unfit, reading.avoid)
-        return parts or (self._cover(reading.need, unfit, ()) if reading.avoid else ())
+        unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
+        parts = self._cover(reading.need, unfit, avoid)
+        return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
 
     def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
+        buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]
         holders = dict.fromkeys((*self.known.held, *self.known.readings))
-        for id in avoid:
+        for id in (*buckets, *avoid):
             holders.pop(id, None)
+        holders |= dict.fromkeys(id for id in buckets if id not in avoid)
         parts: list[Part] = []
         for need in ranges:
             pieces = _pieces(self.known, *need)
-            whole = self._sources(holders, unfit, *need, outside=False) if len(pieces) > 1 else ()
+            whole = self._source(holders, unfit, *need, outside=False) if len(pieces) > 1 else None
             for start, stop in (need,) if whole else pieces:
-                found = whole or self._sources(holders, unfit, start, stop, outside=True)
-                if not found:
+                found = whole or self._source(holders, unfit, start, stop, outside=True)
+                if found is None:
                     return ()
-                joined = parts and parts[-1].stop == start and parts[-1].sources == found
+                joined = parts and parts[-1].stop == start and parts[-1].source == found
                 parts.append(Part(parts.pop().start if joined else start, stop, found))
         return tuple(parts)
 
-    def _sources(
+    def _source(
         self, ids: Mapping[str, None], unfit: Collection[str], start: int, stop: int, *, outside: bool
-    ) -> tuple[str, ...]:
-        """The first and the second source of these bytes; with `outside`, also from other regions."""
+    ) -> str | None:
+        """The source of these bytes; with `outside`, also from other regions."""
         known, me, holders = self.known, self.me, self.contacts.holders
 
         def serves(id: str) -> bool:
@@ -99,19 +101,8 @@ class RouteSearch:
 
         near = (id for id in ids if me.machine and holders[id].machine == me.machine and serves(id))
         free = (id for id in ids if self._free(id) and serves(id))
-        first = next(near, None) or next(free, None)
-        if first is None:
-            rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
-            first = min(rest, key=cost, default=None)
-        if first is None:
-            return ()
-        across = holders[first].across(me)
-        second = (
-            id for id in known.held
-            if id != first and id in ids and (across or holders[id].region == me.region)
-            and known.has(id, start, stop) and serves(id)
-        )  # fmt: skip
-        return first, *([found] if (found := next(second, None)) else [])
+        rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
+        return next(near, None) or next(free, None) or min(rest, key=cost, default=None)
 
     def _free(self, id: str) -> bool:
         """Whether it is in the region, with a free slot and without a price."""

@@ -3,7 +3,7 @@
 Rules:
 - A rate is an exponential mean of what readers report. It is kept per link (within a machine, or from one region to
   another), and per holder.
-- A byte counts for the kind of its source. A byte between workers of one machine crosses no network, and counts as
+- A byte counts for the kind of its source. A byte from the reader's own machine crosses no network, and counts as
   `machine`.
 - A byte from another region costs the price between regions; one from the bucket costs the bucket's price as well.
 - A version is complete when all workers that were connected when it was published have it or have left.
@@ -87,6 +87,8 @@ class Traffic:
     since_s: float
     waiting: set[str]
     """Workers that do not have it yet, of those that were connected when it was published."""
+    half: int
+    """Half of their number."""
     readers: int = 0
     """Workers that have it by now."""
     bytes: Counter[str] = field(default_factory=Counter)
@@ -96,10 +98,6 @@ class Traffic:
     half_s: float | None = None
     last_s: float | None = None
     """When half of those, and when the last of them so far had it: seconds after it was published."""
-    half: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.half = len(self.waiting) // 2
 
     def add(self, reader: WeightHolder, source: WeightHolder, count: int, usd: float) -> None:
         self.bytes["machine" if reader.shares_machine(source) else source.kind] += count

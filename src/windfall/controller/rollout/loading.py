@@ -72,6 +72,7 @@ class Loading:
         outdated = self._members.outdated(self.window, needed=needed, offered=offered)
         lends = any(member.lends for member in outdated)
         usable = {w.id for w in borrowing.usable(self._members.here(), now)} if lends else set()
+        asked = []
         for member in outdated:
             if member.lends and member.state is not WorkerState.PULLING and member.id not in usable:
                 continue
@@ -83,6 +84,9 @@ class Loading:
             elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self._members.pull(member.id, now)
                 self._accounts.pulling(now, member.id)
+            asked.append(member)
+        self._weights.stopped(asked)
+        for member in asked:
             self.request(member)
 
     def request(self, member: Member) -> None:

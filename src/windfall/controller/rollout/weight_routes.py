@@ -55,6 +55,11 @@ class WeightRoutes:
         self.directory.leave(id)
         self._pass_on()
 
+    def stopped(self, members: Iterable[Member]) -> None:
+        """They will get other loads."""
+        self.directory.stopped(*(member.id for member in members))
+        self._pass_on()
+
     def load(self, member: Member, digest: str) -> tuple[m.FileRoute, ...]:
         """What the worker is to read for these weights."""
         if not self.directory.knows(member.id):
@@ -85,8 +90,7 @@ class WeightRoutes:
     def failed(self, member: Member, version: int) -> None:
         """The worker cannot load this version."""
         if version == member.requested[0]:  # otherwise it has been asked for a newer one since
-            self.directory.stopped(member.id)
-            self._pass_on()
+            self.stopped([member])
 
     def _check(self, member: Member, used: Iterable[m.SourceUse]) -> None:
         known = self.directory.knows(member.id)

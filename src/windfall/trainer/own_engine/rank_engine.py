@@ -19,12 +19,13 @@ from typing import Any
 from windfall.engine.base import Engine
 from windfall.engine.module_weights import WeightMemory
 from windfall.errors import WindfallError
+from windfall.link.messages import Load, Routed
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
 from windfall.weights.buffers import views
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller
+from windfall.weights.pull import Ask, PulledFiles, Puller
 
 Reading = Callable[[int], AbstractContextManager[Mapping[str, Any] | None]]
 """The weights of a version, which do not change inside the context; None if they are not available."""
@@ -60,9 +61,12 @@ class PulledCopy:
     def bytes_received(self) -> int:
         return self._puller.bytes_received
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Manifest:
+    def pull(self, load: Load, ask: Ask | None = None, *, stop: threading.Event) -> PulledFiles:
         with self._lock:
-            return self._puller.pull(url, version, digest, stop=stop)
+            return self._puller.pull(load, ask, stop=stop)
+
+    def reroute(self, routed: Routed) -> None:
+        self._puller.reroute(routed)
 
     def tensors(self) -> None:
         return None

@@ -33,7 +33,9 @@ from typing import Any
 
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
+from windfall.link.messages import Load, Routed
 from windfall.types import Capabilities, Chunk, Request
+from windfall.weights.pull import PulledFiles
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
@@ -199,12 +201,15 @@ class TrainerWeights:
     def __init__(self, published: Callable[[], Any]) -> None:
         self.published = published
 
-    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Any:
-        del url, stop
+    def pull(self, load: Load, ask: Any = None, *, stop: threading.Event | None = None) -> PulledFiles:
+        del ask, stop
         manifest = self.published()
-        if manifest is None or (manifest.version, manifest.digest) != (version, digest):
-            raise ValueError(f"the trainer is not at version {version}")
-        return manifest
+        if manifest is None or (manifest.version, manifest.digest) != (load.version, load.digest):
+            raise ValueError(f"the trainer is not at version {load.version}")
+        return PulledFiles(manifest=manifest)
+
+    def reroute(self, routed: Routed) -> None:
+        """It reads from no source."""
 
     def tensors(self) -> None:
         return None

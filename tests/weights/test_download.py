@@ -1,0 +1,316 @@
+"""Reads of one file from several sources, in memory: takeover at the byte, wrong bytes, stalls, and other routes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_to, some_bytes
+from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
+from windfall.weights import download, file_sources
+from windfall.weights.download import Download, read_manifest
+from windfall.weights.file_sources import FileSources, PullFailed
+from windfall.weights.source import Source, SourceBroken, SourceGone, SourceStalled
+
+DATA = some_bytes(5 * CHUNK + 777)
+STAGES = ["connect", "manifest", "open", "read"]
+
+
+class Read:
+    """One read of DATA. `answer` gets each question of the reader, and may return a route."""
+
+    def __init__(
+        self,
+        *shelves: MemoryShelf,
+        route: ReadRoute | None = None,
+        answer: Callable[[AskRoute], ReadRoute | None] | None = None,
+        parallel: int = 1,
+        tries: int = 3,
+        manifest: Any = None,
+    ) -> None:
+        self.shelves = {shelf.ref.id: shelf for shelf in shelves}
+        self.made = manifest or manifest_of(DATA)
+        self.asked: list[AskRoute] = []
+        self.stop = threading.Event()
+        self.view = memoryview(bytearray(len(DATA)))
+        self.done: list[int] = []
+        self.received = 0
+        self._answer = answer
+        self._parallel = parallel
+        self.sources = FileSources(
+            self.made.digest,
+            route_to(*(shelf.ref for shelf in shelves), nbytes=len(DATA)) if route is None else route,
+            connect=self._connect,
+            ask=None if answer is None else self._ask,
+            stop=self.stop,
+            tries=tries,
+            on_bytes=self._count,
+        )
+
+    def run(self) -> Read:
+        assert read_manifest(self.sources) == self.made
+        chunks = len(self.made.chunks) // 8
+        Download(self.sources, self.made, self.view, range(chunks), self.done.append).run(self._parallel)
+        assert bytes(self.view) == DATA
+        assert sorted(self.done) == list(range(chunks))
+        return self
+
+    def why(self) -> list[tuple[str, str]]:
+        return [(use.source, use.why) for ask in self.asked for use in ask.used if use.why]
+
+    def _connect(self, ref: SourceRef, stopped: Callable[[], bool]) -> Source:
+        return self.shelves[ref.id].connect(stopped)
+
+    def _ask(self, question: AskRoute) -> None:
+        self.asked.append(question)
+        route = self._answer(question) if self._answer is not None else None
+        if route is not None:
+            threading.Thread(target=self.sources.reroute, args=(route,)).start()
+
+    def _count(self, n: int) -> None:
+        self.received += n
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "ASK_S", 0.2)
+    monkeypatch.setattr(file_sources, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(file_sources, "WAIT_S", 0.4)
+    monkeypatch.setattr(file_sources, "NO_SOURCE_S", 0.6)
+    monkeypatch.setattr(file_sources, "FIRST_DELAY_S", 0.01)
+
+
+def shelf(id: str, kind: Any = "trainer", *, chunks: int = 100) -> MemoryShelf:
+    made = MemoryShelf(id, kind)
+    made.hold(DATA, chunks=chunks)
+    return made
+
+
+def broken_from(stage: str, at: int = 0, error: type[SourceBroken] = SourceBroken) -> Callable[[str, int], None]:
+    def fault(now: str, position: int) -> None:
+        if now == stage and position >= at:
+            raise error(f"broken at {now}")
+
+    return fault
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_reads_from_one_source(parallel: int) -> None:
+    read = Read(shelf("a"), parallel=parallel).run()
+    assert read.received == len(DATA) + len(read.made.encode())
+    (use,) = read.sources.uses()
+    assert (use.source, use.bytes, use.why) == ("a", read.received, "")
+    assert read.sources.uses() == ()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("at", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5_000, 5 * CHUNK])
+def test_another_source_goes_on_at_the_byte(stage: str, at: int) -> None:
+    a, b = shelf("a"), shelf("b")
+    a.fault = broken_from(stage, at)
+    Read(a, b).run()
+    if stage == "read" and at:
+        assert b.opened[0][0] == a.read_bytes >= at
+    assert a.read_bytes + b.read_bytes == len(DATA)  # no byte twice
+
+
+def test_a_break_is_retried_at_the_same_source_before_another_one() -> None:
+    a, b = shelf("a"), shelf("b")
+    broken: list[int] = []
+
+    def once(stage: str, at: int) -> None:
+        if stage == "read" and at > CHUNK and not broken:
+            broken.append(at)
+            raise SourceBroken("reset")
+
+    a.fault = once
+    read = Read(a, b, answer=lambda question: None).run()
+    assert broken
+    assert not b.opened
+    assert not read.asked
+
+
+@pytest.mark.parametrize("error", [SourceStalled, SourceGone])
+def test_a_stalled_or_gone_source_is_reported_and_replaced_by_the_answer(error: type[SourceBroken]) -> None:
+    a, b, c = shelf("a", "peer"), shelf("b"), shelf("c")
+    a.fault = broken_from("read", 2 * CHUNK + 5_000, error)
+    read = Read(a, b, c, route=route_to(a.ref, b.ref), answer=lambda question: route_to(c.ref)).run()
+    assert read.why() == [("a", error.why)]
+    assert not b.opened
+    assert c.opened[0][0] == a.read_bytes
+    (question,) = read.asked
+    assert (question.file, question.received) == (read.made.digest, 2 * CHUNK)
+    assert sum(use.bytes for use in (*question.used, *read.sources.uses())) == read.received
+
+
+def test_without_an_answer_the_reader_goes_on_along_its_route() -> None:
+    a, b = shelf("a", "peer"), shelf("b")
+    a.fault = broken_from("open", 0, SourceStalled)
+    began = time.monotonic()
+    Read(a, b, answer=lambda question: None).run()
+    assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_a_break_of_all_connections_counts_once() -> None:
+    a = shelf("a")
+    left = [6]
+
+    def break_some(stage: str, at: int) -> None:
+        if stage == "open" and left[0]:
+            left[0] -= 1
+            time.sleep(0.02)
+            raise SourceBroken("restarting")
+
+    a.fault = break_some
+    read = Read(a, parallel=6, tries=2, answer=lambda question: None).run()
+    assert len(read.asked) <= 1
+
+
+@pytest.mark.parametrize("kind", ["trainer", "peer"])
+def test_wrong_bytes_are_requested_once_more_then_the_source_is_dropped(kind: Any) -> None:
+    a, b = shelf("a", kind), shelf("b")
+    a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
+    read = Read(a, b, answer=lambda question: None).run()
+    assert read.why() == [("a", "wrong")]
+    assert [start for start, _ in a.opened] == [0, CHUNK, CHUNK]
+    assert b.opened[0][0] == CHUNK  # not a byte of the chunk is believed
+    assert read.received == len(DATA) + len(read.made.encode()) + 2 * CHUNK
+
+
+def test_wrong_bytes_of_the_only_source_fail_the_read() -> None:
+    a = shelf("a")
+    a.files[manifest_of(DATA).digest][1][5] ^= 1
+    read = Read(a)
+    with pytest.raises(PullFailed, match=r"memory://a sent chunk 0 of .* damaged twice"):
+        read.run()
+    assert 0 not in read.done
+
+
+def test_a_chunk_of_two_sources_convicts_neither() -> None:
+    """The first half of a chunk comes from a liar that then breaks."""
+    a, b = shelf("a", "peer"), shelf("b", "peer")
+    a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
+    a.fault = lambda stage, at: (
+        broken_from("read", CHUNK + 20_000)(stage, at) or (at and broken_from("open")(stage, at))
+    )
+    read = Read(a, b, answer=lambda question: None).run()
+    assert read.why() == [("a", "unreachable")]
+
+
+def test_a_wrong_manifest_drops_the_source() -> None:
+    a, b = shelf("a", "peer"), shelf("b")
+    digest = manifest_of(DATA).digest
+    a.files[digest] = (manifest_of(some_bytes(100)), *a.files[digest][1:])
+    assert Read(a, b, answer=lambda question: None).run().why() == [("a", "wrong")]
+
+
+def test_checksums_suffice_for_a_trusted_source_only() -> None:
+    """The seals in this manifest are wrong; a forger would make the checksums fit."""
+    unsealed = manifest_of(DATA, seals=bytes(32 * 6))
+    for kind in ("trainer", "peer"):
+        a = MemoryShelf("a", kind)
+        a.files[unsealed.digest] = unsealed, bytearray(DATA), set(range(6))
+        if kind == "trainer":
+            Read(a, manifest=unsealed).run()
+        else:
+            with pytest.raises(PullFailed, match="damaged twice"):
+                Read(a, manifest=unsealed).run()
+
+
+def test_follows_a_source_that_is_being_filled() -> None:
+    a = shelf("a", "peer", chunks=0)
+    read = Read(a, answer=lambda question: None)
+    reading = threading.Thread(target=read.run)
+    reading.start()
+    for chunk in range(6):
+        time.sleep(0.05)
+        assert read.done == list(range(chunk))
+        a.fill(read.made.digest, chunk)
+    reading.join(10)
+    assert sorted(read.done) == list(range(6))
+    assert not read.asked
+
+
+def test_a_source_that_gets_no_further_is_stalled() -> None:
+    a, b = shelf("a", "peer", chunks=2), shelf("b")
+    read = Read(a, b, answer=lambda question: None).run()
+    assert read.why() == [("a", "stalled")]
+    assert a.read_bytes == 2 * CHUNK
+
+
+def test_another_route_ends_the_wait_for_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "WAIT_S", 60.0)
+    a, b = shelf("a", "peer", chunks=1), shelf("b")
+    read = Read(a, b, route=route_to(a.ref))
+    threading.Timer(0.2, read.sources.reroute, args=(route_to(b.ref),)).start()
+    read.run()
+    assert b.opened[0][0] == CHUNK
+
+
+def test_all_sources_fail_with_a_line_for_each() -> None:
+    a, b = shelf("a"), shelf("b")
+    a.fault = broken_from("connect")
+    b.fault = broken_from("open", 0, SourceGone)
+    read = Read(a, b, answer=lambda question: None)
+    with pytest.raises(PullFailed, match=r"broken at connect.*; broken at open"):
+        read.run()
+    assert {("a", "unreachable"), ("b", "gone")} == set(read.why())
+
+
+def test_without_a_route_the_reader_asks_until_there_is_one() -> None:
+    a = shelf("a")
+    answers = iter([None, ReadRoute(sources=(), parts=()), route_to(a.ref)])
+    read = Read(a, route=ReadRoute(sources=(), parts=()), answer=lambda question: next(answers)).run()
+    assert len(read.asked) == 3
+    with pytest.raises(PullFailed, match=r"no source of .* is known"):
+        Read(a, route=ReadRoute(sources=(), parts=()), answer=lambda question: None).run()
+
+
+def test_each_part_comes_from_its_own_source() -> None:
+    a, b = shelf("a"), shelf("b")
+    cuts = (0, 2 * CHUNK, 3 * CHUNK, len(DATA))
+    parts = tuple(RoutePart(start=cuts[i], stop=cuts[i + 1], sources=(i % 2,)) for i in range(3))
+    read = Read(a, b, route=ReadRoute(sources=(a.ref, b.ref), parts=parts), parallel=2).run()
+    assert (a.read_bytes, b.read_bytes) == (len(DATA) - CHUNK, CHUNK)
+    assert {use.source for use in read.sources.uses()} == {"a", "b"}
+
+
+def test_a_read_that_has_become_slow_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "SLOW_S", 2)
+    a = shelf("a", "peer")
+    a.fault = lambda stage, at: time.sleep(0.6 if stage == "read" and at > 4 * CHUNK else 0)
+    read = Read(a, answer=lambda question: None).run()
+    assert ("a", "slow") in read.why()
+
+
+@pytest.mark.parametrize("kind", ["waiting", "reading", "asking"])
+def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "ASK_S", 60.0)
+    monkeypatch.setattr(file_sources, "WAIT_S", 60.0)
+    a = shelf("a", "peer", chunks=1 if kind == "waiting" else 6)
+    if kind == "reading":
+        a.fault = lambda stage, at: time.sleep(0.1 if stage == "read" else 0)
+    if kind == "asking":
+        a.fault = broken_from("open")
+    read = Read(a, answer=lambda question: None)
+    threading.Timer(0.2, read.stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(PullFailed, match="stopped"):
+        read.run()
+    assert time.monotonic() - began < 5
+
+
+def test_an_unexpected_error_is_raised() -> None:
+    a = shelf("a")
+
+    def fault(stage: str, at: int) -> None:
+        if stage == "read":
+            raise ZeroDivisionError
+
+    a.fault = fault
+    with pytest.raises(ZeroDivisionError):
+        Read(a, parallel=3).run()

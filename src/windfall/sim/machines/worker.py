@@ -207,6 +207,9 @@ class SimWorker:
                 raise AssertionError(f"{self.spec.name}: unexpected message {type(message).__name__}")
 
     def _start_load(self, load: m.Load) -> None:
+        if any(isinstance(order, _Swap) for order in self._orders):  # the weights must not change before they are used
+            self._queue_order(load)
+            return
         self._stop_reading()  # superseded by a newer version
         began_s = self._loop.time()
         if self.store is None:
@@ -265,6 +268,8 @@ class SimWorker:
                 self.finished = True
             case _Swap():
                 self._swap(order)
+            case m.Load():
+                self._start_load(order)
             case _PauseForTraining():
                 self._training = True
                 if not order.done.done():  # the trainer may have been killed

@@ -116,6 +116,9 @@ class WeightReading:
         self._since = (0.0, 0.0)
         """When it began with this source (loop time, seconds), and the bytes that were missing then."""
         self._timer: asyncio.TimerHandle | None = None
+        whole = any(not each.file.after for each in load.files)
+        self._copies = [] if whole else [file for file in store.complete if not file.after]
+        """What deltas will be applied to. It is there again if they do not arrive."""
         if load.files:  # the old copy is overwritten
             deltas = [file for file in store.complete if file.after][-MAX_DELTAS:]
             store.hold(deltas, [(each.file, self._new_flow(each.file.nbytes)) for each in load.files])
@@ -178,8 +181,8 @@ class WeightReading:
 
     def stop(self) -> None:
         self._leave()
+        self._store.hold([*self._store.complete, *(self._copies if self._left else ())])
         self._left = {}
-        self._store.hold(self._store.complete)
 
     def _leave(self, why: Fault = "") -> None:
         """Stop reading from this source."""

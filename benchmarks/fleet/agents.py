@@ -287,7 +287,7 @@ async def measure(
         log = events.EventLog(Path(folder) / "events.jsonl")
         with patch("windfall.controller.scheduling.placement.Turns", TimedTurns):
             dispatch = Dispatch(events=log, vocabulary=vocabulary, techniques=Techniques(**techniques))
-        dispatch.set_offer(Offer(version=0, digest="", url=""))
+        dispatch.set_offer(Offer(version=0, digest=""))
         async with AsyncExitStack() as stack:
             for n, engine in enumerate(engines):
                 await stack.enter_async_context(

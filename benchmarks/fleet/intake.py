@@ -161,7 +161,7 @@ async def over_links(folder: Path, *, links: int, each: int, count: int, rounds:
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
     listener = NoOwner()
-    d.set_offer(Offer(version=0, digest="d", url="http://_:1"))
+    d.set_offer(Offer(version=0, digest="d"))
     command = [
         sys.executable, __file__, "--url", f"http://127.0.0.1:{port.port}", "--links", str(links), "--each", str(each),
         "--count", str(count), "--rounds", str(rounds),

@@ -188,7 +188,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
     )
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
-    d.set_offer(Offer(version=0, digest="d", url="http://_:1"))
+    d.set_offer(Offer(version=0, digest="d"))
     open_: dict[str, Episode] = {}
     finished: set[str] = set()
 

@@ -28,7 +28,7 @@ ENGINE = m.EngineSpec(
 def hello(step: int) -> m.TrainerHello:
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=b"", proof=b"", step=step, next_task=step, micro_tokens=64, model="m", engine=ENGINE,
-        version=step, digest="d", url="http://_:1", facts={},
+        version=step, digest="d", facts={},
     )  # fmt: skip
 
 

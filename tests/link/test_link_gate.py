@@ -71,7 +71,7 @@ async def replayed(open_gate: OpenGate) -> str:
 def trainer_hello(open_gate: OpenGate, nonce: bytes = b"n" * 32, proof: bytes = b"p" * 32) -> m.TrainerHello:
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=nonce, proof=proof, step=0, next_task=0, micro_tokens=1, model="x",
-        engine=open_gate.gate.terms.engine, version=0, digest="", url="", facts={},
+        engine=open_gate.gate.terms.engine, version=0, digest="", facts={},
     )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def trainer_hello(open_gate: OpenGate, challenge: m.Challenge, secret: str) -> m
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=nonce, proof=auth.proof(secret, "trainer", challenge.run, challenge.nonce, nonce),
         step=0, next_task=0, micro_tokens=1, model="x", engine=open_gate.gate.terms.engine, version=0, digest="",
-        url="", facts={"pid": 1},
+        facts={"pid": 1},
     )  # fmt: skip
 
 

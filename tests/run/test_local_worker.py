@@ -117,7 +117,7 @@ class Process:
         assert isinstance(await asyncio.wait_for(self.link.receive(), WAIT_S), answer)
 
     async def load(self, version: int) -> None:
-        await self.local.send(m.Load(version=version, digest=f"d{version}", url=""))
+        await self.local.send(m.Load(version=version, digest=f"d{version}"))
 
     async def read(self) -> None:
         while True:

@@ -106,7 +106,7 @@ class Scene:
         journal = Journal(self.folder / "journal", "settings")
         past = journal.open(0)
         self.dispatch = dispatch = Dispatch(events=events, vocabulary=99, journal=journal)
-        dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+        dispatch.set_offer(Offer(version=0, digest="d0"))
         options = RolloutSection(**{"max_tokens": 200, **self.options})
         host = InProcess(self.env)
         text = Text(TOKENIZER)

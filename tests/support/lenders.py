@@ -53,6 +53,7 @@ def rollout_spec() -> m.EngineSpec:
 class Weights:
     """A stand-in for weights.pull.Puller, with the weights of `rollout_model`."""
 
+    reads = True
     bytes_received = 0
 
     def pull(self, load: m.Load, ask: Any, *, stop: threading.Event) -> Any:

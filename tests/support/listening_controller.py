@@ -58,6 +58,8 @@ class Slow(Hashing):
 class Pulling:
     """A stand-in for weights.pull.Puller: weights that it holds are not fetched again."""
 
+    reads = True
+
     def __init__(self) -> None:
         self.bytes_received = 0
         self.loads: list[m.Load] = []

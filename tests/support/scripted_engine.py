@@ -97,7 +97,7 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     text: Any = CharacterText()
     rollout = Rollout(dispatch, InProcess(env), text, Options(**options), seed=SEED, events=events)
     async with in_process_worker(dispatch, engine, slots=256, on_failure=rollout.interrupt):
-        dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))
+        dispatch.set_offer(Offer(version=engine.version, digest="as it is"))
         watching = asyncio.create_task(dispatch.watch())
         yield rollout
         watching.cancel()

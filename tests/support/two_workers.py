@@ -186,7 +186,7 @@ async def scene(
     """The first worker holds all responses and has run `cut` steps, whose tokens have all been accepted."""
     events = EventLog(folder / "events.jsonl")
     dispatch = Dispatch(events=events, vocabulary=VOCABULARY, staleness=staleness)
-    dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+    dispatch.set_offer(Offer(version=0, digest="d0"))
     one, two = engines or (engine(deterministic), engine(deterministic))
     first: Any = Held(one, cut)
     second: Any = Held(two)

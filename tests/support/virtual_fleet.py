@@ -218,7 +218,7 @@ def roll(
             text.stop = stop
             if written is not None:
                 rollout.history = written.open(0)
-            dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+            dispatch.set_offer(Offer(version=0, digest="d0"))
 
             def between() -> None:
                 if not crew.hands:

@@ -58,7 +58,7 @@ class SavingTrainer:
 
 
 def hello(**fields: Any) -> m.TrainerHello:
-    return m.TrainerHello(micro_tokens=1, model="m", engine=ENGINE, url="http://_:1", facts={}, **fields)
+    return m.TrainerHello(micro_tokens=1, model="m", engine=ENGINE, facts={}, **fields)
 
 
 def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, SavingTrainer, list[str]]:

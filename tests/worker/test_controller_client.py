@@ -161,7 +161,7 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.engine.weights == "d0"
             for n, digest in ((1, "d1"), (0, "d0")):
-                s.dispatch.set_offer(Offer(version=n, digest=digest, url="http://_:99"))
+                s.dispatch.set_offer(Offer(version=n, digest=digest))
                 s.dispatch.open(episode(f"{n}/0", max_tokens=2), s.listener)
                 await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of {digest}")
                 assert w.engine.weights == digest, "the engine has the weights that it says it has"

@@ -45,7 +45,7 @@ def test_start_times_are_in_the_event_log(tmp_path: Path) -> None:
         async with opened(tmp_path) as (s, start):
             start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25))
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is ready")
-            s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
+            s.dispatch.set_offer(Offer(version=1, digest="d1"))
             s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: "1/0" in s.ended, "a response of the second version")
             first, second = s.named("worker_ready")
@@ -64,7 +64,7 @@ def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
             w = start()
             w.may_build.clear()
             await s.until(lambda: len(w.puller.loads) == 1, "the first version is here")
-            s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
+            s.dispatch.set_offer(Offer(version=1, digest="d1"))
             s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: len(w.puller.loads) == 2, "the second is pulled, and nothing was built")
             assert w.engine.weights is None
@@ -133,7 +133,7 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
         host.start()
         assert (host.built, host.stats().running) == (False, 0)
         serving = asyncio.create_task(worker_link.WorkerLink(theirs, host, pull, heartbeat_s=5.0).serve())
-        await ours.send(m.Load(version=1, digest="d1", url=""))
+        await ours.send(m.Load(version=1, digest="d1"))
         with pytest.raises(worker_link.Stalled, match=r"waited 0\.1 s for the engine to be built"):
             await asyncio.wait_for(serving, WAIT_S)
         may_build.set()

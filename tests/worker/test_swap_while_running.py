@@ -111,7 +111,7 @@ class Controller:
 
     async def load(self, *versions: int) -> None:
         for version in versions:
-            await self.link.send(m.Load(version=version, digest=f"d{version}", url="http://_:1"))
+            await self.link.send(m.Load(version=version, digest=f"d{version}"))
 
     async def assign(self, *handles: int, max_tokens: int = 60) -> None:
         for h in handles:

@@ -117,7 +117,7 @@ async def serving(depth: int = 256, heartbeat_s: float = 5.0) -> AsyncIterator[t
 
 
 def load(version: int) -> m.Load:
-    return m.Load(version=version, digest=f"d{version}", url="http://_:1")
+    return m.Load(version=version, digest=f"d{version}")
 
 
 def assign(*handles: int, max_tokens: int = 3) -> m.Assign:

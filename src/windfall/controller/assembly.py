@@ -204,7 +204,7 @@ class ControllerLife:
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
-        self._offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
+        self._offer(Offer(version=hello.version, digest=hello.digest))
         admission.restore(
             version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained,
             oldest=oldest_versions(history),
@@ -218,10 +218,9 @@ class ControllerLife:
             self.journal.flush()
 
     def offer(self, published: NewVersion) -> None:
-        hello = self.trainer.hello
-        if hello is not None:  # otherwise it was just lost, and the next trainer announces its version
+        if self.trainer.hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
-            self._offer(Offer(version=published.version, digest=published.digest, url=hello.url))
+            self._offer(Offer(version=published.version, digest=published.digest))
 
     def _offer(self, offer: Offer) -> None:
         if self.trainer.weights is not None:

@@ -209,9 +209,6 @@ class Load(Message, frozen=True, tag=7):
 
     version: int
     digest: str  # digest that the pulled weights must have
-    url: str = (
-        ""  # Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it.
-    )
     files: tuple[FileRoute, ...] = ()  # In the order of reading: the base of an adapter, then one full copy or deltas
 
 
@@ -387,7 +384,6 @@ class TrainerHello(Message, frozen=True, tag=18):
     engine: EngineSpec  # the engine that workers must build
     version: int  # version of the published weights
     digest: str  # digest of the published weights
-    url: str  # address of the weight server; the host `_` stands for the controller's host
     facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
     open_tasks: tuple[int, ...] = ()  # tasks before `next_task` that were drawn but not trained on
     weights: PublishedFiles | None = None  # the files of this version

@@ -113,7 +113,6 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
             model=fingerprint(engine_spec),
             engine=engine_spec,
             facts=asdict(derived),
-            url="",
             **more,
         )
 
@@ -140,7 +139,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     serving = asyncio.create_task(service.run(), name="trainer")
     try:
         first = await policy.connected(START_S)
-        dispatch.set_offer(Offer(version=first.version, digest=first.digest, url=first.url))
+        dispatch.set_offer(Offer(version=first.version, digest=first.digest))
         async with in_process_worker(dispatch, shared, slots, pull=pull, on_failure=policy.fail):
             yield OpenedPolicy(policy=policy, text=text)
     finally:

@@ -443,7 +443,6 @@ def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.Train
             model=derived.fingerprint(loaded.engine),
             engine=loaded.engine,
             facts=facts | now,
-            url=url,
             **more,
         )
 

@@ -63,6 +63,8 @@ class PulledFiles:
 
 
 class Puller:
+    reads = True
+
     def __init__(
         self,
         *,

@@ -65,6 +65,9 @@ LOOPBACK = "127.0.0.1"
 class WeightPuller(Protocol):
     """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
 
+    reads: bool
+    """Whether it reads from sources."""
+
     @property
     def bytes_received(self) -> int: ...
 
@@ -242,7 +245,7 @@ class ControllerClient:
             lends=self.lends,
             location=self._location,
             own_address=self.weights_address or self._own_address,
-            machine=machine(),
+            machine=machine() if self.puller.reads else "",
             holds=() if self.files is None else self.files.describe(),
         )
         try:

@@ -30,7 +30,7 @@ pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client
 async def workers(folder: Path, model: Any, made: Made) -> Any:
     events = EventLog(folder / "events.jsonl")
     dispatch = Dispatch(events=events, vocabulary=99)
-    dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+    dispatch.set_offer(Offer(version=0, digest="d0"))
     watching = asyncio.create_task(dispatch.watch())
     engines = {name: Recording(new_engine(model, deterministic=True), made, Counter()) for name in ("first", "second")}
     contexts = [in_process_worker(dispatch, engines[n], 8, name=n, pull=weights_already_loaded) for n in engines]

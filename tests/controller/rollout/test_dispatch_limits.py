@@ -24,7 +24,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.sim.core import loop as loops
 from windfall.types import Sampling
 
-OFFER = Offer(version=1, digest="one", url="http://_:1")
+OFFER = Offer(version=1, digest="one")
 
 
 class World:
@@ -207,7 +207,7 @@ def test_pulling_worker_is_asked_for_a_newer_version_when_there_is_work(tmp_path
         world.dispatch.set_offer(OFFER)
         link = world.join("a")
         assert (await take(link, m.Load)).version == 1
-        world.dispatch.set_offer(Offer(version=2, digest="two", url=""))
+        world.dispatch.set_offer(Offer(version=2, digest="two"))
         world.open("1/0")
         assert (await take(link, m.Load)).version == 2
         await link.send(m.Loaded(version=2, digest="two", slots=4, s=0.0, pulled_bytes=0))

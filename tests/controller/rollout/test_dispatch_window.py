@@ -75,7 +75,7 @@ class Run:
         self.attending: list[asyncio.Task[None]] = []
 
     def publish(self, version: int) -> None:
-        self.dispatch.set_offer(Offer(version=version, digest=f"v{version}", url="http://_:1"))
+        self.dispatch.set_offer(Offer(version=version, digest=f"v{version}"))
 
     def open(self, *ids: str) -> None:
         listener = FunctionOwner(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))

@@ -159,7 +159,7 @@ def test_new_weights_at_sampled_moments(again_s: float, tmp_path: Path) -> None:
     expected, callbacks = undisturbed()
 
     def offer(crew: Crew, version: int = 1) -> None:
-        crew.dispatch.set_offer(Offer(version=version, digest=f"d{version}", url=""))
+        crew.dispatch.set_offer(Offer(version=version, digest=f"d{version}"))
         if again_s and version == 1:
             later(crew, again_s, lambda: offer(crew, 2))
 

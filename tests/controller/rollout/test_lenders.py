@@ -34,7 +34,7 @@ class World:
         self.tasks: list[asyncio.Task[None]] = []
 
     def publish(self, version: int) -> None:
-        self.dispatch.set_offer(Offer(version=version, digest=f"v{version}", url="http://_:1"))
+        self.dispatch.set_offer(Offer(version=version, digest=f"v{version}"))
 
     def open(self, *ids: str, max_tokens: int = 9, **more: Any) -> None:
         for id in ids:

@@ -121,7 +121,7 @@ async def world(folder: Path, local_s: float, *engines: tuple[str, float]) -> As
             await asyncio.sleep(0.01)
 
     tasks = [asyncio.create_task(tick()), asyncio.create_task(w.dispatch.watch())]
-    w.dispatch.set_offer(Offer(version=0, digest="as it is", url=""))
+    w.dispatch.set_offer(Offer(version=0, digest="as it is"))
     inner = [worker(w.dispatch, step_s, name=name) for name, step_s in engines]
     try:
         for it in inner:

@@ -174,7 +174,7 @@ def test_response_continues_with_new_weights(cut: int, tmp_path: Path) -> None:
         engines = [engine(weights=clone()) for _ in range(2)]
         async with scene(tmp_path, cut, pull=pull, engines=engines) as s:
             before = have(s)
-            s.dispatch.set_offer(Offer(version=1, digest="d1", url=""))
+            s.dispatch.set_offer(Offer(version=1, digest="d1"))
             await s.join()
             await s.worker.link.close("pulled out")
         assert_two_versions(s, before)
@@ -194,7 +194,7 @@ def test_weights_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
     async def main() -> None:
         engines = [engine(weights=clone()) for _ in range(2)]
         async with scene(tmp_path, cut, pull=pull, engines=engines, staleness=1) as s:
-            s.dispatch.set_offer(Offer(version=1, digest="d1", url=""))
+            s.dispatch.set_offer(Offer(version=1, digest="d1"))
             extra = Episode(
                 id="9/0", prompt=(20, 21), seed=9, max_tokens=4, sampling=Sampling(), stop=frozenset()
             )  # fmt: skip

@@ -65,7 +65,7 @@ async def run(folder: Path, *, affinity: bool, between: Any = None, **how: Any) 
     engines: list[Any] = [Held(new_engine(clone(), deterministic=True, max_running=8, **how)) for _ in "ab"]
     events = EventLog(folder / f"{affinity}-{how}.jsonl")
     dispatch = Dispatch(events=events, vocabulary=VOCABULARY, techniques=Techniques(affinity=affinity))
-    dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+    dispatch.set_offer(Offer(version=0, digest="d0"))
     async with AsyncExitStack() as stack:
         for name, engine in zip("ab", engines, strict=True):
             await stack.enter_async_context(in_process_worker(dispatch, engine, 8, name=name, heartbeat_s=0.02))
@@ -113,7 +113,7 @@ def test_new_weights_end_what_is_kept(tmp_path: Path) -> None:
 
         turns.cleared = cleared
         left_over.append(set())
-        sessions.dispatch.set_offer(Offer(version=1, digest="d1", url=""))
+        sessions.dispatch.set_offer(Offer(version=1, digest="d1"))
 
     sessions, engines, dispatch = asyncio.run(run(tmp_path, affinity=True, between=between))
     assert [e.version for e in engines] == [1, 1]

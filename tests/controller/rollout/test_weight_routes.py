@@ -193,15 +193,6 @@ def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> Non
     assert not play(tmp_path, part).of("weights")
 
 
-def test_a_trainer_that_names_no_files_is_pulled_from_by_its_url(tmp_path: Path) -> None:
-    async def part(fleet: Fleet) -> None:
-        fleet.dispatch.set_offer(Offer(version=1, digest="c1", url="http://_:1"))
-        load = await Worker(fleet, "a").take(m.Load)
-        assert (load.url, load.files) == ("http://_:1", ())
-
-    play(tmp_path, part)
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -234,7 +225,7 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         )  # fmt: skip
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", step=1, next_task=1, micro_tokens=64, model="m", engine=engine,
-            version=1, digest="c1", url="", facts={}, weights=published(1),
+            version=1, digest="c1", facts={}, weights=published(1),
         )  # fmt: skip
         ours, theirs = pair()
         serving = asyncio.create_task(trainer.attend(ours, hello))

@@ -22,11 +22,10 @@ FRAME_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The version that work is assigned with, and where workers pull it."""
+    """The version that work is assigned with."""
 
     version: int
     digest: str
-    url: str = ""
 
 
 def work_frames(entries: Sequence[LedgerEntry], *, exact: bool = True) -> Iterator[tuple[m.Work, ...]]:

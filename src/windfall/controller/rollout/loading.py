@@ -94,7 +94,7 @@ class Loading:
         if (offer := self.offer) is not None:
             member.requested = (offer.version, offer.digest)
             files = self._weights.load(member, offer.digest)
-            self._send(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url, files=files))
+            self._send(member.id, m.Load(version=offer.version, digest=offer.digest, files=files))
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)

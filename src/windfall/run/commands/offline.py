@@ -134,7 +134,7 @@ async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator
             async with agents.AgentService(recipe, Path(folder), events, env) as service:
                 await service.open(rollout, load.load_tokenizer(model_path), context)
                 async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
-                    rollout.dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+                    rollout.dispatch.set_offer(Offer(version=0, digest="as loaded"))
                     yield rollout
 
 

@@ -95,7 +95,7 @@ class LinkedTrainer:
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", step=w.state.step, next_task=w.state.next_task,
             open_tasks=w.state.open_tasks, micro_tokens=self._micro_tokens, model="", engine=ENGINE,
-            version=w.state.step, digest=w.digest, url="", weights=self._published_files(),
+            version=w.state.step, digest=w.digest, weights=self._published_files(),
             facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts},
         )  # fmt: skip
         assert self.attend is not None, "attend is not set"

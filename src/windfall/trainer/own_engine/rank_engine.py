@@ -52,6 +52,8 @@ class PublishedWeights(TrainerWeights):
 class PulledCopy:
     """A copy of the newest version that was pulled, from all machines of the trainer."""
 
+    reads = True
+
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
         self._lock = threading.Lock()

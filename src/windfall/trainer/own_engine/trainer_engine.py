@@ -196,6 +196,7 @@ class TrainerWeights:
     """Takes the place of a Puller: the engine itself has or reads the weights of the published version. `published`
     returns its manifest, or None while the weights belong to no version."""
 
+    reads = False
     bytes_received = 0
 
     def __init__(self, published: Callable[[], Any]) -> None:

@@ -78,7 +78,7 @@ class CpuTimer:
 
 def install(timer: CpuTimer) -> None:
     """Time the callbacks of simulated workers and the network (`sim`), and those of the controller by their task."""
-    simulated = {SimWorker: ("_tick", "_heartbeat", "_receive", "dial", "flap"), Network: ("_share", "_arrived")}
+    simulated = {SimWorker: ("_tick", "_heartbeat", "_receive", "dial", "flap"), Network: ("_share", "_sent")}
     for kind, names in simulated.items():
         for name in names:
             setattr(kind, name, timer.timed("sim", getattr(kind, name)))

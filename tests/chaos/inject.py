@@ -8,7 +8,6 @@ last fault, the run completes one more step, or several if steps overlap; then i
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ MISSING_REWARDS = 0.03
 """Share of responses that never get a reward."""
 SLOW_FACTOR = 20.0
 DISTINCT_TOKENS = 1 << 20
-MACHINE_FAULTS = ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject")
+MACHINE_FAULTS = ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject", "liar", "stall_source")
 """Faults that do not strike the trainer's machine."""
 
 
@@ -73,6 +72,7 @@ class FaultyLink(SimLink):
 
     async def send(self, message: object) -> None:
         self._injector.on_send(self, message)
+        self._injector.messages += 1
         self._count_message()
         faults = self._faults
         if isinstance(message, m.Load):
@@ -97,6 +97,8 @@ class FaultyLink(SimLink):
 
     def send_to_controller(self, message: object) -> None:
         faults = self._faults
+        self._injector.on_receive(self, message)
+        self._injector.messages += 1
         self._count_message()
         if isinstance(message, m.Loaded):
             self.loaded = (message.version, message.digest)
@@ -195,6 +197,10 @@ class FaultInjector:
         self.done = Counter[str]()
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""
+        self.on_receive: Any = lambda link, message: None
+        """Called with every message from a worker to the controller, before it is sent."""
+        self.messages = 0
+        """Messages in both directions so far."""
         self._faults = faults
         self._left = count
         self._stalled_s = 0.0
@@ -257,6 +263,12 @@ class FaultInjector:
                 self.stall_ended_s = self._loop.time()
             case "reward":
                 self.env.failing += fault.n
+            case "bucket_gone":
+                bucket = self._fleet.net.stores.get(self.simulation.scenario.recipe.weights.bucket)
+                if bucket is None:
+                    return False
+                bucket.fail("unreachable")
+                self._loop.call_later(fault.s, bucket.fail, "")
             case _:
                 return self._apply_to_worker(fault)
         return True
@@ -282,9 +294,11 @@ class FaultInjector:
                 worker.freeze()
                 later(fault.s, worker.thaw if fault.s < FOREVER_S else partial(self._replace_machine, node, worker))
             case "slow":
-                before = worker.spec
-                worker.spec = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOW_FACTOR)
-                later(fault.s, setattr, worker, "spec", before)
+                worker.store.down_per_s = worker.spec.down_per_s / SLOW_FACTOR
+                later(fault.s, setattr, worker.store, "down_per_s", worker.spec.down_per_s)
+            case "liar" | "stall_source":
+                worker.store.fail("wrong" if fault.kind == "liar" else "stalled")
+                later(fault.s, self._serve_again, worker)
             case "reject":
                 link_faults.pending["reject"] = 1
                 later(fault.s, self._end_reject, node)
@@ -300,6 +314,10 @@ class FaultInjector:
             case _:  # double, hole, stale, garbage, refuse, echo, hang
                 link_faults.pending[fault.kind] = fault.n if fault.kind in ("double", "refuse") else 1
         return True
+
+    def _serve_again(self, worker: SimWorker) -> None:
+        if not worker.finished and not worker.frozen:
+            worker.store.fail("")
 
     # replacing machines
 

@@ -7,6 +7,9 @@
   (tests/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
+- weights: the directory's own `check()` passes after every message; a worker that reports weights has read them; every
+  byte that crosses into a region was read by an importer that the log names; no worker stays a member whose reading
+  stands still for longer than the recipe allows;
 - borrowed: no more than `fleet.borrowed_max` lenders hold responses;
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +45,9 @@ from windfall.link import messages as m
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.decode import OBSERVED, STOP
+from windfall.sim.machines.weight_store import WeightReading
 from windfall.training import Sample
+from windfall.types import LOCAL
 
 PROGRESS_S = 600.0
 """Longest time without progress, in virtual seconds."""
@@ -87,6 +93,12 @@ class Invariants:
         self._reopened: int | None = None
         """Number of tasks that the current controller opened first. None: it has not begun."""
         injector.on_send = self._deferred(self._check_assignment)
+        injector.on_receive = self._deferred(self._check_reads)
+        self._messages = 0
+        self._received: dict[WeightReading, tuple[float, float]] = {}
+        """Bytes of each reading, and since when it has them (loop time, seconds)."""
+        self._across = Counter[str]()
+        """By region: bytes that crossed into it, less what its importers had to read."""
         trainer, on_start = injector.simulation.trainer, injector.simulation.trainer.on_start
 
         def trainer_started(began_s: float) -> None:
@@ -129,8 +141,12 @@ class Invariants:
         if counts != self._ledger_counts:
             self._ledger_counts = counts
             self._check_ledger(life)
+        if self._messages != self._injector.messages:
+            self._messages = self._injector.messages
+            self._check_directory(life)
         if not self.checks % MEMBERS_EVERY:
             self._check_members(life)
+            self._check_readings(life)
             trained_tokens, starts = self._simulation.trainer.trained_tokens, self._simulation.controller_starts
             self._check_progress(now, (c.accepted, trained_tokens, starts))
 
@@ -234,6 +250,43 @@ class Invariants:
         if here != paid:
             raise InvariantBroken("bill", f"members: {sorted(here)}; billed: {sorted(paid)}")
 
+    # weights
+
+    def _check_directory(self, life: ControllerLife) -> None:
+        try:
+            life.dispatch.weights.directory.check()
+        except AssertionError as e:
+            raise InvariantBroken("weights", f"the directory breaks a rule: {e}") from e
+
+    def _check_reads(self, link: FaultyLink, message: object) -> None:
+        stores = self._simulation.fleet.net.stores
+        if not isinstance(message, m.AskRoute | m.Loaded) or link.peer == LOCAL:
+            return
+        me = stores[link.peer]
+        if isinstance(message, m.Loaded) and message.digest not in {file.digest for file in me.complete}:
+            raise InvariantBroken("weights", f"{link.peer} reports {message.digest}, but has {list(me.files)}")
+        for use in message.used:
+            source = stores.get(use.source.partition("#")[0])
+            if source is not None and source.region != me.region:
+                self._across[me.region] += use.bytes
+        if self._across[me.region] > 0:
+            raise InvariantBroken(
+                "weights", f"{self._across[me.region]} more bytes crossed into {me.region} than are logged"
+            )
+
+    def _check_readings(self, life: ControllerLife) -> None:
+        """A reading that stands still is ended: its worker is removed."""
+        now, patience = self._loop.time(), life.dispatch.members.patience
+        excused_s = max(self._injector.stall_ended_s, self._no_trainer_s)
+        readings = {w._reading: w for w in self._simulation.fleet.workers.values() if w._reading is not None}
+        self._received = {r: self._received.get(r, (-1.0, now)) for r in readings}
+        for reading, (received, since_s) in self._received.items():
+            if reading.received != received or readings[reading].frozen:
+                self._received[reading] = (reading.received, now)
+            elif now - max(since_s, excused_s) > patience.stalled_s + 3 * LATE_S and not self._simulation.down:
+                what = f"{readings[reading].spec.name} has waited for {reading.digest} since {since_s:.1f} s"
+                raise InvariantBroken("weights", what)
+
     def _check_progress(self, now: float, progress: Any) -> None:
         if progress != self._last_progress:
             self._last_progress = progress
@@ -266,6 +319,9 @@ class Invariants:
     def _check_step(self, event: Event) -> None:
         if event["name"] == "trainer_ready":
             self._reopened = None
+        if event["name"] == "importer":
+            known = self._simulation.life.dispatch.weights.directory._files[event["file"]].file
+            self._across[event["region"]] -= known.nbytes if known is not None else 0
         if (event["kind"], event["name"]) != ("scalar", "step"):
             return
         self.step_events[event["step"]] = event

@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.trial import trial
 from windfall import training
 from windfall.controller.cost.accounts import Accounts
+from windfall.controller.directory.directory import Directory
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
@@ -24,6 +25,7 @@ from windfall.controller.rollout import grading
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.loading import Loading
 from windfall.controller.rollout.stream import Rollout, Stream
+from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling import admission
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
@@ -269,9 +271,31 @@ def silence_is_never_detected(patch: Patch) -> None:
     patch.setattr(Members, "tick", lambda self, now_s, running: [])
 
 
-@breaks("holder", seed=3)
+@breaks("holder", "weights", seed=3)
 def hanging_pull_is_never_detected(patch: Patch) -> None:
     patch.setattr(Members, "_stuck", lambda self, member, now_s: "")
+
+
+@breaks("weights")
+def lost_source_is_still_a_source(patch: Patch) -> None:
+    patch.setattr(Directory, "_repair", lambda self, files, suspects: None)
+
+
+@breaks("weights")
+def importer_is_not_logged(patch: Patch) -> None:
+    real = Directory._set
+
+    def unlogged(self: Directory, known: Any, reader: str, *rest: Any) -> None:
+        known.readings[reader].importing = True
+        real(self, known, reader, *rest)
+
+    patch.setattr(Directory, "_set", unlogged)
+
+
+@breaks("weights")
+def worker_gets_no_files_to_read(patch: Patch) -> None:
+    real = WeightRoutes.load
+    patch.setattr(WeightRoutes, "load", lambda self, *args: real(self, *args)[:0])
 
 
 @breaks("no error")

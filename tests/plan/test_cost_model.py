@@ -9,7 +9,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.plan.model import cluster, cost_model, devices
-from windfall.plan.model.cost_model import Efficiency
+from windfall.plan.model.cost_model import Efficiency, ZonePull
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run.recipe import recipe_workload
 from windfall.recipe.file import parse_recipe
@@ -99,7 +99,7 @@ def test_adapters_are_updated_published_and_pulled_without_the_base() -> None:
     lora = replace(WORK, adapter_parameters=20_000_000)
     full, adapted = (cost_model.fsdp(w, h200, 4, 8, 1e9, FITTED) for w in (WORK, lora))
     assert adapted.update_s - FITTED.publish_s < 0.01 * (full.update_s - FITTED.publish_s)
-    assert cost_model.pull_s(lora, [(1e9, 1)], 1) == pytest.approx(2 * 20e6 / 0.8e9)
+    assert cost_model.pull_s(lora, [ZonePull(1e9)], 1) == pytest.approx(2 * 20e6 / 0.8e9)
 
 
 def test_zones_are_links_of_their_own() -> None:

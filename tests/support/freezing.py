@@ -19,10 +19,14 @@ class FreezingWorker(SimWorker):
             self._flush_steps()
             self.frozen = True
             self._stop_timer()
+            if self.store is not None:
+                self.store.fail("stalled")
 
     def thaw(self) -> None:
         if self.frozen:
             self.frozen = False
+            if self.store is not None:
+                self.store.fail("")
             messages, self._undelivered = self._undelivered, []
             for message in messages:
                 self._receive(message)

@@ -28,6 +28,20 @@ class SimKind(Section):
     """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
 
 
+class SimRegion(Section):
+    """A region with machines of a simulated run, and its link to the other regions."""
+
+    name: str = Field(min_length=1)
+    """Name of the region, as in leases. The trainer is in `weights.region`."""
+    share: int = Field(default=1, ge=0)
+    """Relative number of machines in this region. Regions are assigned to machines in rotation, by their shares."""
+    bytes_per_s: float = Field(default=1.25e8, gt=0)
+    """Bandwidth between this region and each other one, in bytes per second in each direction. Between two regions
+    that have one, the lower counts."""
+    latency_s: float = Field(default=0.08, ge=0)
+    """Latency between this region and each other one in seconds. Between two regions, the higher counts."""
+
+
 class Sim(Section):
     """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
@@ -44,16 +58,21 @@ class Sim(Section):
     """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
     kinds: list[SimKind] = Field(default=[])
     """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
+    regions: list[SimRegion] = Field(default=[])
+    """Regions of the machines, each in a [[sim.regions]] table. If empty, all are where the trainer is."""
     worker_spread: float = Field(default=0.0, ge=0)
     """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
     boot_s: float = Field(default=60.0, ge=0)
     """Seconds from the start of a machine until its worker connects."""
     weights_bytes: float = Field(default=16e9, ge=0)
-    """Bytes that a worker downloads for one version of the weights."""
+    """Size of a full copy of the weights in bytes."""
+    delta_bytes: float = Field(default=0.0, ge=0)
+    """Size of the delta between two versions in bytes. 0: there are none, and each version is read as a full copy."""
     egress_bytes_per_s: float = Field(default=25e9, gt=0)
-    """Upload bandwidth of the trainer in bytes per second, shared by all workers that pull weights."""
+    """Upload bandwidth of the trainer in bytes per second, shared by all that read weights from it."""
     ingress_bytes_per_s: float = Field(default=6.25e9, gt=0)
-    """Download bandwidth of one worker in bytes per second."""
+    """Bandwidth of one worker in bytes per second, in each direction. `weights.upload_gbit_per_s` limits what it sends
+    further."""
     latency_s: float = Field(default=0.0, ge=0)
     """Latency of one message in seconds, in either direction."""
     notice_s: float = Field(default=0.0, ge=0)

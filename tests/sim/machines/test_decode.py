@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.link.messages import columns
-from windfall.sim.core import loop as loops
 from windfall.sim.core.draws import MeasuredLengths
-from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.machines.decode import FILLER, STOP, Decode, DecodeRow, simulated
-from windfall.sim.machines.network import Network, shares
 from windfall.step_time import StepTime
 
 SERVICE = StepTime(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002, over_batch=3, over_s=0.002)
@@ -134,23 +129,6 @@ def test_running_responses_fit_the_kv_cache(lengths: list[int], kv_tokens: int, 
     assert set(ends) == set(plain_ends)
     assert all(0 <= ends[n] - plain_ends[n] < cut for n in ends), "reported at the end of the steps taken at once"
     assert total_s == pytest.approx(plain_s)
-
-
-def test_bandwidth_that_a_slow_pull_leaves_goes_to_the_others() -> None:
-    assert shares(10.0, [1.0, 100.0, 100.0]) == [1.0, 4.5, 4.5]
-    assert shares(10.0, []) == []
-
-    async def main(loop: VirtualLoop) -> list[tuple[str, float]]:
-        net, out = Network(10.0), []
-        net.start(50.0, 100.0, lambda: out.append(("a", loop.time())))
-        await asyncio.sleep(2)  # a has 20 bytes; then both get 5 bytes per second
-        net.start(50.0, 100.0, lambda: out.append(("b", loop.time())))
-        stopped = net.start(1e9, 100.0, lambda: out.append(("stopped", loop.time())))
-        net.stop(stopped)
-        await asyncio.sleep(60)
-        return out
-
-    assert loops.run(main) == [("a", pytest.approx(8.0)), ("b", pytest.approx(10.0))]
 
 
 def test_measured_lengths_keep_their_proportions() -> None:

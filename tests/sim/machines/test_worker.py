@@ -19,7 +19,7 @@ from windfall.sim.core.run import Simulation
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.linked_trainer import LinkedTrainer
-from windfall.sim.machines.network import Network
+from windfall.sim.machines.weight_store import StoreNetwork, WeightStore
 from windfall.sim.machines.worker import SimWorker, WorkerSpec
 from windfall.step_time import StepTime
 from windfall.types import Lease, Sampling
@@ -59,6 +59,17 @@ def work(handle: int, position: int = 0, most: int = 1000) -> m.Work:
     )  # fmt: skip
 
 
+def load(version: int) -> m.Load:
+    """A full copy of 50 bytes, from the trainer."""
+    digest = f"v{version}"
+    route = m.ReadRoute(
+        sources=(m.SourceRef(id="trainer", kind="trainer", location="trainer"),),
+        parts=(m.RoutePart(start=0, stop=50, sources=(0,)),),
+    )
+    file = m.FileRef(digest=digest, nbytes=50)
+    return m.Load(version=version, digest=digest, files=(m.FileRoute(file=file, route=route),))
+
+
 def simulate(
     play: Callable[[FakeDispatch, SimWorker, VirtualLoop], Any], *, granule: int = 1, length: float = 100.0,
     acceptance: DraftAcceptance | None = None, lends: bool = False,
@@ -70,9 +81,11 @@ def simulate(
             acceptance=acceptance,
         )  # fmt: skip
         spec = WorkerSpec(
-            name="w", lease=Lease(), service=SERVICE, slots=8, network=Network(100.0), weights_bytes=50.0,
-            ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
+            name="w", lease=Lease(), service=SERVICE, slots=8, net=StoreNetwork(), down_per_s=100.0,
+            quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
         )  # fmt: skip
+        assert spec.net is not None
+        WeightStore(net=spec.net, location="trainer").hold([load(n).files[0].file for n in range(4)])
         worker = SimWorker(spec, token_schedule, dispatch.attend, started_s=0.0)
         worker.dial()
         await asyncio.sleep(0)
@@ -88,14 +101,14 @@ def test_every_order_of_the_controller_is_executed(kind: type, busy: bool) -> No
     """Challenge and Welcome belong to authentication, which an in-memory link does not have."""
     orders = {
         m.Refused: m.Refused(why="no"), m.Assign: m.Assign(work=(work(7),)), m.Cancel: m.Cancel(handles=(1,)),
-        m.Release: m.Release(handles=(1,)), m.Load: m.Load(version=2, digest="b"), m.Pause: m.Pause(),
+        m.Release: m.Release(handles=(1,)), m.Load: load(2), m.Pause: m.Pause(),
         m.Resume: m.Resume(), m.Drain: m.Drain(why="go"),
         m.SiblingTokens: m.SiblingTokens(group="7", id="7/1", position=0, tokens=b""),
         m.Routed: m.Routed(file="b", route=m.ReadRoute(sources=(), parts=())),
     }  # fmt: skip
 
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=1, digest="a"))
+        await dispatch.link.send(load(1))
         if busy:
             await dispatch.link.send(m.Assign(work=(work(1), work(2))))
         await asyncio.sleep(0.605)
@@ -205,20 +218,20 @@ def test_tokens_of_a_killed_worker_have_been_sent() -> None:
 
 def test_flapping_worker_dials_again_with_its_weights() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=3, digest="c"))
+        await dispatch.link.send(load(3))
         await asyncio.sleep(1)
         worker.flap(2.0)
         await asyncio.sleep(5)
 
     dispatch = simulate(play)
-    assert [(h.version, h.digest) for h in dispatch.hellos] == [(-1, ""), (3, "c")]
+    assert [(h.version, h.digest) for h in dispatch.hellos] == [(-1, ""), (3, "v3")]
 
 
 def test_newer_load_replaces_the_current_one() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
-        await dispatch.link.send(m.Load(version=1, digest="a"))
+        await dispatch.link.send(load(1))
         await asyncio.sleep(0.3)
-        await dispatch.link.send(m.Load(version=2, digest="b"))
+        await dispatch.link.send(load(2))
         await asyncio.sleep(2)
 
     assert [x.version for x in simulate(play).messages(m.Loaded)] == [2]

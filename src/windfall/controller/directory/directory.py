@@ -189,6 +189,8 @@ class Directory:
             plan = (self._files[wanted].file,) if wanted in self._files else ()
             readings = [Reading(self._lacks(self._files[wanted], reader)) for _ in plan]
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
+        if any(not file.after for file in plan):  # a full copy overwrites the one before it
+            self._copies.pop(reader, None)
         return self._begin(reader, wanted, plan, readings)
 
     def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:

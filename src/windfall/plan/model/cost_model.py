@@ -20,7 +20,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
+from windfall.controller.directory.routes import CHUNK_BYTES
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
 from windfall.step_time import StepTime
@@ -248,23 +250,40 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     )  # fmt: skip
 
 
-def pull_s(work: Workload, away: Sequence[tuple[float, float]], sources: int, local: int = 0) -> float:
-    """Seconds until all engines hold new weights, if all pull at once. `away`: of every machine, bytes per second of
-    its link to the trainer, and its engines. Every engine pulls for itself; the `sources`, the trainer's machines,
-    share the sending. `local`: engines on the trainer's machine, which do not need the network. A delta saves bytes on
-    the network only: to apply and verify it takes as long as a copy on loopback (docs/weights.md).
+class ZonePull(NamedTuple):
+    """Machines of one zone that get new weights: one of them from the trainer, the others from each other."""
+
+    link: float
+    """Bytes per second from the trainer."""
+    engines: float = 1.0
+    """Most engines on one of them."""
+    machines: int = 1
+    inside: float = math.inf
+    """Bytes per second between two of them."""
+    share: float = 1.0
+    """Part of the weights that they lack."""
+
+
+def pull_s(work: Workload, zones: Sequence[ZonePull], sources: int, local: int = 0) -> float:
+    """Seconds until all engines hold new weights. Each zone reads one copy from the trainer, and its machines pass it
+    on chunk by chunk. The `sources`, the trainer's machines, share the sending. `local`: engines on the trainer's
+    machine. Engines of one machine read its memory. A delta saves bytes on the network only: to apply and verify it
+    takes as long as a copy on loopback (docs/weights.md).
 
     >>> from windfall.plan.model.workload import MODELS
     >>> work = Workload(shape=MODELS["Qwen3-8B"])
-    >>> round(pull_s(work, [(12.5e9, 1)] * 4, 1) / pull_s(work, [(12.5e9, 1)] * 4, 4), 3)
-    4.0
-    >>> pull_s(work, [(12.5e9, 1), (1e9, 2)], 2) == pull_s(work, [(1e9, 2)], 1)
-    True
+    >>> one, many = (pull_s(work, [ZonePull(12.5e9, machines=n, inside=12.5e9)], 1) for n in (1, 20))
+    >>> one < many < 1.02 * one, pull_s(work, [ZonePull(1e9)] * 4, 1) > 2 * pull_s(work, [ZonePull(1e9)], 1)
+    (True, True)
     """
-    sent_s = [n * work.pull_bytes / (bandwidth * LINK_SHARE) for bandwidth, n in away]
-    most = max([n for _, n in away], default=0.0)
-    applied_s = most * apply_s(work)
-    return max(local * work.update_bytes / LOOPBACK, max([sum(sent_s) / sources, *sent_s]) + applied_s)
+    sent_s = [zone.share * work.pull_bytes / (zone.link * LINK_SHARE) for zone in zones]
+    passed_s = [
+        (work.pull_bytes * (zone.machines > 1) + CHUNK_BYTES * (zone.machines - 1)) / (zone.inside * LINK_SHARE)
+        for zone in zones
+    ]
+    network_s = max([sum(sent_s) / sources, *map(max, sent_s, passed_s)])
+    most = max([zone.engines for zone in zones], default=0.0)
+    return max(max(local, most) * work.update_bytes / LOOPBACK, network_s + most * apply_s(work))
 
 
 def apply_s(work: Workload) -> float:

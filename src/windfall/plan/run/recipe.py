@@ -69,9 +69,8 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
     work, first = plan.work, plan.replicas[0].engine
     trainer = plan.own or first
     train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
-    # If all engines pull at once, that takes as long as planned; one alone has all that its link has.
-    together = sum(g.count for g in plan.replicas) * work.pull_bytes / plan.pull_s
-    alone = work.pull_bytes / pull_alone(request, plan.placed)
+    # Engines that read a new version from each other have it as late as planned; one alone has all that its link has.
+    together, alone = work.pull_bytes / plan.pull_s, work.pull_bytes / pull_alone(request, plan.placed)
     return {
         "trainer": {**_engine_keys(trainer.service), "train_s": train_s, "update_s": plan.training.update_s},
         "worker": _engine_keys(first.service),
@@ -81,7 +80,7 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
         "weights_bytes": float(work.pull_bytes),
         "boot_s": request.spot.boot_s,
         "egress_bytes_per_s": together,
-        "ingress_bytes_per_s": min(together, alone),
+        "ingress_bytes_per_s": max(together, alone),
         "prompt_tokens": work.prompt_tokens,
         "median_tokens": work.median_tokens,
         "sigma": work.sigma,

@@ -211,8 +211,7 @@ def check(recipe: Recipe, events: Sequence[Event], where: str) -> list[CheckedPa
         name = f"engine step, {kind}, batch {busiest.batch:.0f}"
         out.append(CheckedPart(name, step_s * 1e3, busiest.step_s * 1e3, "ms"))
     if seen.weights_s:
-        share = recipe.sim.egress_bytes_per_s / max(1, sum(w.count for w in plan.workers))
-        planned_s = recipe.sim.weights_bytes / min(share, recipe.sim.ingress_bytes_per_s)
+        planned_s = recipe.sim.weights_bytes / min(recipe.sim.egress_bytes_per_s, recipe.sim.ingress_bytes_per_s)
         out.append(CheckedPart("pull of new weights, one worker", planned_s, seen.weights_s, "s"))
     return out
 

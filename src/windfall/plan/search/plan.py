@@ -7,13 +7,14 @@ speed from the batch, so a plan is scored as a whole.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from windfall.plan.model import cost_model
 from windfall.plan.model.cluster import Cluster, ClusterMachine, Kind
-from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency, PlannedTrainer, Replica
+from windfall.plan.model.cost_model import LINK_SHARE, REPLICA_SIZES, Efficiency, PlannedTrainer, Replica, ZonePull
 from windfall.plan.model.workload import Workload
 from windfall.plan.search.frontier import Objective, steps_per_s
 
@@ -154,7 +155,7 @@ class RunPlan:
             case "rollout":
                 return f"{rollout} a step, {train}: more training GPUs would not help"
             case "weight transfer":
-                return f"new weights take {self.pull_s:.3g} s to reach all workers: train on more machines"
+                return f"new weights take {self.pull_s:.3g} s to reach all workers: the slowest link limits them"
         return f"the longest responses take {self.tail_s:.3g} s per step: raise the staleness, or use faster GPUs"
 
     @property
@@ -212,19 +213,28 @@ def pull_s(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
     work, links = request.work, request.cluster.links
     if links.pull:  # measured, with other pulls beside it
         return work.update_bytes / (links.pull * LINK_SHARE)
+    bandwidth, pull_rate = request.cluster.bandwidth, request.cluster.pull_rate
     sources = [p.machine for p in placed if p.training]
-    away, local = list[tuple[float, float]](), 0
-    for p in placed:
-        if not p.replicas:
-            continue
-        engines = float(len(p.replicas))
+    local = max([len(p.replicas) for p in placed if p.training], default=0)
+    zones = list[ZonePull]()
+    for p in placed:  # the part of the weights that is on the trainer's other machines
         others = [m for m in sources if m.name != p.machine.name]
-        if p.training:  # the part of the weights that is on the trainer's other machines
-            local = max(local, len(p.replicas))
-            engines *= len(others) / len(sources)
-        if engines:
-            away.append((request.cluster.pull_rate(p.machine, others), engines))
-    return cost_model.pull_s(work, away, len(sources), local)
+        if p.training and p.replicas and others:
+            share = len(others) / len(sources)
+            zones.append(ZonePull(pull_rate(p.machine, others), engines=len(p.replicas), share=share))
+    for zone in dict.fromkeys(p.machine.zone for p in placed):
+        readers = [p for p in placed if p.replicas and not p.training and p.machine.zone == zone]
+        if readers:
+            first, rest = readers[0].machine, [p.machine for p in readers[1:]]
+            zones.append(
+                ZonePull(
+                    max(pull_rate(p.machine, sources) for p in readers),
+                    engines=max(len(p.replicas) for p in readers),
+                    machines=len(readers),
+                    inside=min((bandwidth(first, machine) for machine in rest), default=math.inf),
+                )
+            )
+    return cost_model.pull_s(work, zones, len(sources), local)
 
 
 def pull_alone(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
@@ -234,15 +244,20 @@ def pull_alone(request: PlanRequest, placed: Sequence[PlacedMachine]) -> float:
         return work.update_bytes / (request.cluster.links.pull * LINK_SHARE)
     sources = [p.machine for p in placed if p.training]
     rates = [request.cluster.pull_rate(p.machine, sources) for p in placed if p.replicas and not p.training]
-    return cost_model.pull_s(work, [(min(rates), 1)], 1) if rates else work.update_bytes / cost_model.LOOPBACK
+    return cost_model.pull_s(work, [ZonePull(min(rates))], 1) if rates else work.update_bytes / cost_model.LOOPBACK
 
 
 def traffic_usd(request: PlanRequest, placed: Sequence[PlacedMachine], trained: PlannedTrainer) -> float:
-    """Dollars per step for traffic between zones: every pull of an engine in a zone in which nothing trains, and the
-    rings of a trainer in several zones, which leave every zone once."""
+    """Dollars per step for traffic between zones: one copy of new weights for each zone in which nothing trains (its
+    engines pass it on), and the rings of a trainer in several zones, which leave every zone once."""
     links, sources = request.cluster.links, {p.machine.zone for p in placed if p.training}
-    gb = request.work.pull_bytes / 1e9
-    usd = sum(len(p.replicas) * gb * min(links.price(p.machine.zone, z) for z in sources) for p in placed if p.replicas)
+    engines = Counter[str]()
+    for p in placed:
+        engines[p.machine.zone] += len(p.replicas)
+    usd = request.work.pull_bytes / 1e9 * sum(
+        min(links.price(zone, source) for source in sources) + (count - 1) * links.price(zone, zone)
+        for zone, count in engines.items() if count
+    )  # fmt: skip
     if len(sources) > 1:
         order = sorted(sources)
         ring = zip(order, [*order[1:], order[0]], strict=True)

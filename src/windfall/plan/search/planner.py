@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from windfall.errors import WindfallError
 from windfall.plan.model import cost_model
 from windfall.plan.model.cluster import ClusterMachine, Kind
-from windfall.plan.model.cost_model import DoesNotFit, PlannedTrainer, Replica
+from windfall.plan.model.cost_model import DoesNotFit, PlannedTrainer, Replica, ZonePull
 from windfall.plan.search import frontier
 from windfall.plan.search.frontier import Counts, Engine, Problem, Trainer, solve
 from windfall.plan.search.partition import Graph, Partition, partition
@@ -221,7 +221,7 @@ class Search:
             engines[k, tp] = engine.tok_per_s(batch, w) * r.useful_share(self.kinds[k][0])
             tail_s = min(tail_s, w.longest_tokens * step_time(engine, 1.0, w) / (w.staleness + 1))
         links = r.cluster.links
-        pull_s = cost_model.pull_s(w, [(links.pull, 1)] if links.pull else [], 1, local=0 if links.pull else 1)
+        pull_s = cost_model.pull_s(w, [ZonePull(links.pull)] if links.pull else [], 1, local=0 if links.pull else 1)
         return Problem(
             have=tuple(self.have),
             usd_per_h=tuple(r.price(kind) for kind, _ in self.kinds),
@@ -268,7 +268,8 @@ class Search:
                             yield own
 
     def _improved(self, found: list[RunPlan]) -> Iterator[RunPlan]:
-        """From the best plans, always the best of all single changes, until none is better."""
+        """From the best plans, always the best of all single changes, until none is better. Then from the fastest,
+        always the cheapest that is fast enough."""
         limits = self._limits
 
         def key(plan: RunPlan) -> tuple[float, ...]:
@@ -280,19 +281,26 @@ class Search:
 
         order = sorted(found, key=key)
         own = [plan for plan in order[IMPROVED:] if plan.own][:1]
-        for start in [*order[:IMPROVED], *own]:
-            best, left = start, CHANGES
-            while left > 0:
-                changes = list(self._changes(best))[:left]
-                left -= len(changes)
-                made = [plan for c in changes if (plan := self.place(c)) is not None]
-                if best.own:
-                    made = [own for plan in made if (own := with_own_engine(self.request, plan)) is not None]
-                better = min(made, key=key, default=None)
-                if better is None or not key(better) < key(best):
-                    break
-                best = better
-                yield best
+        improved = [plan for start in [*order[:IMPROVED], *own] for plan in self._climb(start, key)]
+        yield from improved
+        if order and limits.objective == "throughput":  # many engines may be hardly faster than fewer
+            fastest = min([*order, *improved], key=key)
+            enough = (1 - TIE) * fastest.tok_per_s
+            yield from self._climb(fastest, lambda plan: (key(plan)[0], plan.tok_per_s < enough, plan.usd_per_h))
+
+    def _climb(self, best: RunPlan, key: Callable[[RunPlan], tuple[float, ...]]) -> Iterator[RunPlan]:
+        left = CHANGES
+        while left > 0:
+            changes = list(self._changes(best))[:left]
+            left -= len(changes)
+            made = [plan for c in changes if (plan := self.place(c)) is not None]
+            if best.own:
+                made = [own for plan in made if (own := with_own_engine(self.request, plan)) is not None]
+            better = min(made, key=key, default=None)
+            if better is None or not key(better) < key(best):
+                break
+            best = better
+            yield best
 
     def _changes(self, plan: RunPlan) -> Iterator[Counts]:
         """The plan without one kind of engine; with a few engines more or less; with one engine for another; with

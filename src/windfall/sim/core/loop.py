@@ -15,6 +15,7 @@ from asyncio import base_events
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,18 +107,23 @@ def clock(loop: VirtualLoop) -> Clock:
 def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], loop: VirtualLoop | None = None) -> T:
     """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run."""
     loop = loop or VirtualLoop()
+    asyncio.set_event_loop(loop)
+    task, stop = loop.create_task(main(loop), name="main"), partial(_stop, loop)
+    task.add_done_callback(stop)
     try:
-        asyncio.set_event_loop(loop)
-        task = loop.create_task(main(loop), name="main")
-        task.add_done_callback(lambda _: loop.stop())
         loop.run_forever()
         if loop.error is not None:
             raise loop.error
         return task.result()
     finally:
+        task.remove_done_callback(stop)  # it would end the cancelling too early
         _cancel_all(loop)
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def _stop(loop: VirtualLoop, _: object) -> None:
+    loop.stop()
 
 
 def _cancel_all(loop: VirtualLoop) -> None:

@@ -32,6 +32,7 @@ from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer
+from windfall.sim.machines.weight_store import WeightStore
 from windfall.sim.section import Sim
 from windfall.training import CheckpointState
 
@@ -64,10 +65,17 @@ class Simulation:
             acceptance=_acceptance(s),
         )
         self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
+        w, net = recipe.weights, self.fleet.net
+        stores = [WeightStore(net=net, location="trainer", region=w.region, up_per_s=s.egress_bytes_per_s)]
+        if w.bucket:
+            stores.append(WeightStore(net=net, location=w.bucket, region=w.region))
         facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
         self.trainer = self.trainer_class(
             scenario.trainer,
             self.token_schedule,
+            stores,
+            weights_bytes=s.weights_bytes,
+            delta_bytes=s.delta_bytes,
             save_s=s.save_s,
             micro_tokens=recipe.train.micro_tokens,
             facts={**facts, "machine": "simulated trainer"},

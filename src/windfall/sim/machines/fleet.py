@@ -21,7 +21,7 @@ from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines.network import Network
+from windfall.sim.machines.weight_store import StoreNetwork
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
 from windfall.types import LOCAL, Lease, LeaseKind
@@ -44,7 +44,13 @@ class SimFleet:
 
     def __init__(self, scenario: Scenario, token_schedule: TokenSchedule, attend: Attend) -> None:
         self._scenario, self._token_schedule, self._attend = scenario, token_schedule, attend
-        self._network = Network(scenario.real.sim.egress_bytes_per_s)
+        s = scenario.real.sim
+        self.net = StoreNetwork(regions={region.name: region for region in s.regions}, latency_s=s.latency_s)
+        self._regions = [region.name for region in s.regions for _ in range(region.share)] or [
+            scenario.real.weights.region
+        ]
+        self._region: dict[str, str] = {}
+        """Region of each node, assigned in turn."""
         self.workers: dict[str, SimWorker] = {}
         """Current workers by node."""
         self.stays: list[Stay] = []
@@ -94,12 +100,13 @@ class SimFleet:
             self._start(LOCAL, spec, started_s)
 
     def _worker_spec(self, node: str, kind: MachineKind, terms: LeaseKind, usd_per_h: float) -> WorkerSpec:
-        s = self._scenario.real.sim
+        s, limit = self._scenario.real.sim, self._scenario.real.weights.upload_gbit_per_s * 1e9 / 8
+        region = self._region.setdefault(node.partition(".")[0], self._regions[len(self._region) % len(self._regions)])
         return WorkerSpec(
-            name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
+            name=node, lease=Lease(kind=terms, device=kind.device, region=region, price_usd_per_h=usd_per_h),
             service=self._service(node, kind.service), slots=kind.slots, kv_tokens=kind.kv_tokens,
-            longest=longest(self._scenario, kind.kv_tokens),
-            network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
+            longest=longest(self._scenario, kind.kv_tokens), net=self.net,
+            up_per_s=min(s.ingress_bytes_per_s, limit or math.inf), down_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._scenario.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._scenario.quantum_s, make_link=self.make_link,
         )  # fmt: skip

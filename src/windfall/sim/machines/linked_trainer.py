@@ -7,13 +7,14 @@ has started is completed first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.weight_store import MAX_DELTAS, WeightStore
 from windfall.sim.machines.worker import SimWorker
 from windfall.step_time import StepTime
 from windfall.training import CheckpointState, Report, Sample
@@ -35,13 +36,20 @@ class LinkedTrainer:
         self,
         service: StepTime,
         token_schedule: TokenSchedule,
+        stores: Sequence[WeightStore] = (),
         *,
+        weights_bytes: float = 0.0,
+        delta_bytes: float = 0.0,
         save_s: float = 0.0,
         micro_tokens: int = 0,
         facts: dict[str, Any] | None = None,
     ) -> None:
+        """`stores`: its own, and the bucket's if there is one."""
         self._service = service
         self._token_schedule = token_schedule
+        self._stores, self._weights_bytes, self._delta_bytes = stores, round(weights_bytes), round(delta_bytes)
+        self._files: list[m.FileRef] = []
+        """Files that can be read."""
         self._save_s = save_s
         self._micro_tokens = micro_tokens
         self._facts = facts or {}
@@ -63,6 +71,8 @@ class LinkedTrainer:
     def start(self, began_s: float = 0.0) -> None:
         self.starts += 1
         self._began_s = began_s
+        self._files = []
+        self._serve_files()
         self.on_start(began_s)
         self._process = asyncio.get_running_loop().create_task(self._run(), name="trainer")
 
@@ -85,7 +95,7 @@ class LinkedTrainer:
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", step=w.state.step, next_task=w.state.next_task,
             open_tasks=w.state.open_tasks, micro_tokens=self._micro_tokens, model="", engine=ENGINE,
-            version=w.state.step, digest=w.digest,
+            version=w.state.step, digest=w.digest, weights=self._published_files(),
             facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts},
         )  # fmt: skip
         assert self.attend is not None, "attend is not set"
@@ -136,9 +146,31 @@ class LinkedTrainer:
         state = self._completed
         assert state is not None, "no step is complete"
         digest = f"v{state.step}" if self.starts < 2 else f"v{state.step} of process {self.starts}"
-        self.weights = SimWeights(state=state, digest=digest)
+        before, self.weights = self.weights.digest, SimWeights(state=state, digest=digest)
         self._drop_samples()
-        return m.PublishedVersion(version=state.step, digest=digest)
+        self._serve_files(before)
+        return m.PublishedVersion(version=state.step, digest=digest, weights=self._published_files())
+
+    def _serve_files(self, before: str = "") -> None:
+        """Serve the new copy, the one before it, and deltas of together at most half a copy."""
+        copies, deltas = [f for f in self._files if not f.after], [f for f in self._files if f.after]
+        copies.append(m.FileRef(digest=self.weights.digest, nbytes=self._weights_bytes))
+        if before and self._delta_bytes:
+            name = f"{before} to {self.weights.digest}"
+            delta = m.FileRef(digest=name, nbytes=self._delta_bytes, before=before, after=self.weights.digest)
+            most = min(MAX_DELTAS, max(1, self._weights_bytes // (2 * self._delta_bytes)))
+            deltas = [*deltas, delta][-most:]
+        self._files = [*copies[-2:], *deltas]
+        for store in self._stores:
+            store.hold(self._files)
+
+    def _published_files(self) -> m.PublishedFiles:
+        holds = tuple(m.Holding(file=file) for file in self._files)
+        return m.PublishedFiles(
+            version=self.weights.state.step, digest=self.weights.digest, files=tuple(self._files),
+            holders=tuple(m.HolderFiles(location=store.location, holds=holds) for store in self._stores),
+            bucket=self._stores[-1].location if len(self._stores) > 1 else "",
+        )  # fmt: skip
 
     def _drop_samples(self) -> None:
         self._samples: list[Sample] = []

@@ -1,7 +1,7 @@
 """A simulated worker: the worker's side of a link, without an engine, a thread or a socket.
 
     controller ── orders ──▶ [ executed between two steps, as in engine/engine_thread.py ] ── Tokens, Released, Left ──▶
-               ── Load ────▶ [ a pull that shares bandwidth; then a swap between two steps ] ── Loaded ──▶
+               ── Load ────▶ [ weights are read along routes; then a swap between two steps ] ── Loaded ──▶
 
 It runs one timer. With `quantum_s`, the timer fires at multiples of that time, for all workers alike, and all steps
 completed by then are reported. Without it, the timer fires when the next response ends, or after `heartbeat_s`. In both
@@ -22,8 +22,8 @@ from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
-from windfall.sim.machines.network import Network
 from windfall.sim.machines.prefix_cache import PrefixCache
+from windfall.sim.machines.weight_store import StoreNetwork, WeightReading, WeightStore
 from windfall.step_time import StepTime
 from windfall.types import Lease
 
@@ -42,10 +42,10 @@ class WorkerSpec:
     lease: Lease
     service: StepTime
     slots: int
-    network: Network | None = None
+    net: StoreNetwork | None = None
     """None: it shares memory with the trainer and has every version at once."""
-    weights_bytes: float = 0.0
-    ingress_per_s: float = float("inf")
+    up_per_s: float = math.inf
+    down_per_s: float = math.inf
     heartbeat_s: float = 1.0
     quantum_s: float = 0.0
     """It reports tokens only at multiples of this time; step times are still exact. 0: whenever a response ends."""
@@ -60,10 +60,11 @@ class WorkerSpec:
 
 
 class _Swap(NamedTuple):
-    """An internal order: the pulled weights are complete and can be swapped in."""
+    """An internal order: the weights are complete and can be swapped in."""
 
     load: m.Load
     began_s: float
+    reading: WeightReading | None
 
 
 class _PauseForTraining(NamedTuple):
@@ -87,13 +88,20 @@ class SimWorker:
         """When the current step began, or the first of several (loop time, seconds)."""
         self._orders: list[object] = []
         self._paused = self._training = self.finished = False
-        self._pull: int | None = None
+        self.store = spec.net and WeightStore(
+            net=spec.net,
+            location=spec.name,
+            region=spec.lease.region,
+            up_per_s=spec.up_per_s,
+            down_per_s=spec.down_per_s,
+        )
+        self._reading: WeightReading | None = None
         self._prompts: set[int] = set()
         self._cache = PrefixCache(spec.kv_tokens)
         self._reused = self._prefilled = self._lookups = self._hits = 0
         self._sent_tokens = self._steps = 0
         self._pulled_bytes = 0.0
-        """Bytes of all pulls so far; the current pull counts in full."""
+        """Bytes of all loads before the current one."""
         self._attending: asyncio.Task[None] | None = None
 
     # start, failures and end
@@ -107,6 +115,8 @@ class SimWorker:
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease, version=version,
             digest=digest, age_s=now - self._started_s, lends=self.spec.lends,
+            location="" if self.store is None or self.spec.lends else self.spec.name, own_address=self.spec.name,
+            holds=tuple(m.Holding(file=file) for file in self.store.complete) if self.store is not None else (),
         )  # fmt: skip
         self._attending = self._loop.create_task(self._attend(self.link, hello), name=f"attend {self.spec.name}")
         self._heartbeat(self.link)
@@ -117,6 +127,8 @@ class SimWorker:
             self._flush_steps()
             self.finished = True
             self._disconnect(why)
+            if self.store is not None:
+                self.store.close()
 
     def flap(self, down_s: float) -> None:
         """The link breaks, and the worker dials again after `down_s`."""
@@ -143,9 +155,8 @@ class SimWorker:
         self._stop_timer()
         self._drop_all()
         self._cache.clear()
-        if self.spec.network is not None:
-            self.spec.network.stop(self._pull)
-        self._pull, self._paused = None, False
+        self._stop_reading()
+        self._paused = False
         self._orders = [o for o in self._orders if isinstance(o, _PauseForTraining)]
         if self._orders:  # its engine is idle, so it can pause at once
             self._loop.call_soon(self._execute_orders)
@@ -168,12 +179,12 @@ class SimWorker:
     def _heartbeat(self, link: SimLink) -> None:
         if link is self.link:
             d, now = self._decode, self._loop.time()
-            left = self.spec.network.left_bytes(self._pull) if self.spec.network is not None else 0.0
+            received = self._reading.received if self._reading is not None else 0.0
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         evictions=d.preemptions, waiting=len(d.waiting),
-                        loading="pull" if self._pull is not None else "",
-                        pulled_bytes=round(self._pulled_bytes - left), reused_tokens=self._reused,
+                        loading="pull" if self._reading is not None else "",
+                        pulled_bytes=round(self._pulled_bytes + received), reused_tokens=self._reused,
                         prefilled=self._prefilled, lookups=self._lookups, hits=self._hits)
             )  # fmt: skip
             self._loop.call_at(_next_multiple(now, self.spec.heartbeat_s), self._heartbeat, link)
@@ -187,23 +198,37 @@ class SimWorker:
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
-            case m.SiblingTokens() | m.Routed():
+            case m.Routed():
+                if self._reading is not None:
+                    self._reading.routed(message)
+            case m.SiblingTokens():
                 pass  # what a draft saves is part of the simulated speed
             case _:
                 raise AssertionError(f"{self.spec.name}: unexpected message {type(message).__name__}")
 
     def _start_load(self, load: m.Load) -> None:
-        spec, network, swap = self.spec, self.spec.network, _Swap(load, self._loop.time())
-        if network is None:
-            self._queue_order(swap)
-        else:
-            self._pulled_bytes += spec.weights_bytes - network.left_bytes(self._pull)
-            network.stop(self._pull)  # superseded by a newer version
-            self._pull = network.start(spec.weights_bytes, spec.ingress_per_s, lambda: self._pulled(swap))
+        if any(isinstance(order, _Swap) for order in self._orders):  # the weights must not change before they are used
+            self._queue_order(load)
+            return
+        self._stop_reading()  # superseded by a newer version
+        began_s = self._loop.time()
+        if self.store is None:
+            self._queue_order(_Swap(load, began_s, None))
+            return
+        reading = self._reading = WeightReading(
+            self.store, load, self._send, lambda: self._have_read(_Swap(load, began_s, reading))
+        )
+        reading.read()
 
-    def _pulled(self, swap: _Swap) -> None:
-        self._pull = None
+    def _have_read(self, swap: _Swap) -> None:
+        self._stop_reading()
         self._queue_order(swap)
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._pulled_bytes += self._reading.received
+            self._reading.stop()
+            self._reading = None
 
     # orders, executed between two steps
 
@@ -243,6 +268,8 @@ class SimWorker:
                 self.finished = True
             case _Swap():
                 self._swap(order)
+            case m.Load():
+                self._start_load(order)
             case _PauseForTraining():
                 self._training = True
                 if not order.done.done():  # the trainer may have been killed
@@ -273,10 +300,11 @@ class SimWorker:
         self._prompts.clear()
         self._cache.clear()
         self._decode.prefill = self._decode.context
-        pulled = 0 if self.spec.network is None else round(self.spec.weights_bytes)
+        pulled, used = (0, ()) if order.reading is None else (round(order.reading.received), tuple(order.reading.used))
         self._send(
             m.Loaded(version=load.version, digest=load.digest, slots=self.spec.slots, s=took_s, pulled_bytes=pulled,
-                     longest=self.spec.longest, kv_tokens=self.spec.kv_tokens // self._token_schedule.granule)
+                     longest=self.spec.longest, kv_tokens=self.spec.kv_tokens // self._token_schedule.granule,
+                     used=used)
         )  # fmt: skip
 
     def _drop(self, handles: tuple[int, ...]) -> None:

@@ -218,8 +218,7 @@ class ControllerLife:
             self.journal.flush()
 
     def offer(self, published: NewVersion) -> None:
-        hello = self.trainer.hello
-        if hello is not None:  # otherwise it was just lost, and the next trainer announces its version
+        if self.trainer.hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
             self._offer(Offer(version=published.version, digest=published.digest))
 

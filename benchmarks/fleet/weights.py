@@ -3,11 +3,13 @@ training steps.
 
     python benchmarks/fleet/weights.py                     about five minutes on two cores
     python benchmarks/fleet/weights.py --device cuda       publishes and trains from a GPU
+    python benchmarks/fleet/weights.py --models "" --baseline PATH      beside another checkout, in the same run
 
 All transfers use loopback between separate processes: one serves the weights, one is a plain sender (a thread per
 connection, sendfile from the same kind of memory), and one per reader. Pulls and plain copies alternate; figures are
 medians. The buffer of a reader has been used before, except in the row "first pull". A pull verifies every chunk; a
-plain copy verifies nothing.
+plain copy verifies nothing. "socket" is a pull as from another machine; "memory" one as on the trainer's machine, where
+readers copy from the memory of the server.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from windfall.errors import WindfallError
-from windfall.weights.buffers import Buffer
+from windfall.link.messages import FileRef, FileRoute, Load, ReadRoute, RoutePart, SourceRef
+from windfall.weights.buffers import Buffer, machine
 from windfall.weights.pull import Puller
 
 KEY = "benchmark"
+CHECKOUT = Path(__file__).resolve().parents[2]
 ALL_READERS_MIB = 4096
 """Maximum for all readers together; with more readers, each one pulls less."""
 
@@ -43,10 +48,14 @@ ALL_READERS_MIB = 4096
 class Child:
     """This file in another role. A request is one line of JSON, and so is its answer."""
 
-    def __init__(self, role: str, *args: str) -> None:
+    def __init__(self, role: str, *args: str, checkout: Path = CHECKOUT) -> None:
         self.role = role
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--role", role, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(checkout / "benchmarks/fleet/weights.py"), "--role", role, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(checkout / "src")},
         )
 
     def ask(self, **what: Any) -> None:
@@ -128,13 +137,25 @@ def role_read(parallel: int) -> None:
         ask = json.loads(line)
         received, deltas, began = puller.bytes_received, puller.delta_used, time.perf_counter()
         if ask["op"] == "pull":
-            puller.pull(f"http://127.0.0.1:{ask['port']}", ask["version"], ask["digest"])
+            puller.pull(load_from(ask["port"], ask["version"], ask["files"], in_memory=ask["in_memory"]))
         elif ask["op"] == "plain":
             if ask["nbytes"] not in buffers or ask.get("fresh"):
                 buffers[ask["nbytes"]] = mmap.mmap(-1, ask["nbytes"])
             _plain(memoryview(buffers[ask["nbytes"]]), ask["port"], ask["connections"])
         took = time.perf_counter() - began
         say(s=took, received=puller.bytes_received - received, delta=puller.delta_used > deltas)
+
+
+def load_from(port: int, version: int, files: list[str], *, in_memory: bool) -> Load:
+    """The last one of these files, from the server at this port. A delta is named as DIGEST:BEFORE:AFTER."""
+    location, on = f"http://127.0.0.1:{port}", machine() if in_memory else ""
+    source = SourceRef(id="trainer", kind="trainer", location=location, machine=on)
+    route = ReadRoute(sources=(source,), parts=(RoutePart(start=0, stop=1 << 62, sources=(0,)),))
+    refs = [
+        FileRef(digest=d, nbytes=0, before=b, after=a) for d, b, a in (f"{name}::".split(":")[:3] for name in files)
+    ]
+    digest = refs[-1].after or refs[-1].digest
+    return Load(version=version, digest=digest, files=tuple(FileRoute(file=ref, route=route) for ref in refs))
 
 
 def _plain(view: memoryview, port: int, connections: int) -> None:
@@ -149,52 +170,79 @@ def _plain(view: memoryview, port: int, connections: int) -> None:
         list(pool.map(part, range(connections)))
 
 
-def full(out: Console, mib: int, readers: list[int], repeats: int, parallel: int, device: str) -> None:
+def full(
+    out: Console, mib: int, readers: list[int], repeats: int, parallel: int, device: str, baseline: Path | None
+) -> None:
     cores = len(os.sched_getaffinity(0))
-    table = Table(title=f"full pull, float32, {parallel} connections per reader, {cores} cores, GB/s")
-    for column in ("readers (processes)", "MiB each", "plain, 1 conn.", f"plain, {parallel} conn.", "pull", "of plain"):
+    table = Table(title=f"full pull, float32, {parallel} connections per reader, {cores} cores, GB/s in sum")
+    plains = ("plain, 1 conn.", f"plain, {parallel} conn.")
+    for column in ("readers (processes)", "MiB each", *plains, "socket", "memory", "baseline", "of plain (memory)"):
         table.add_column(column, justify="right")
     for count in readers:
         each = min(mib, ALL_READERS_MIB // count)
-        plain, server = Child("plain", "--mib", str(each)), Child("serve", "--mib", str(each), "--device", device)
+        options = ("--mib", str(each), "--device", device)
+        plain, server = Child("plain", "--mib", str(each)), Child("serve", *options)
+        other = Child("serve", *options, checkout=baseline) if baseline else None
         try:
             port, told = plain.answer()["port"], server.answer()
+            before = other.answer() if other else None
             if each == mib and count == readers[0]:
                 first, then = (each / 953.67 / told[k] for k in ("first_s", "then_s"))
                 out.print(
                     f"publish {each} MiB from {device}: {first:.2f} GB/s the first time, then {then:.2f} "
                     f"(the tensors may change again after {told['copied_s']:.3f} of {told['then_s']:.3f} s)"
                 )
-            for name, took in _readers(count, each << 20, port, told, repeats, parallel).items():
-                rates = {k: count * (each << 20) / 1e9 / statistics.median(v) for k, v in took.items()}
-                shares = f"{rates['pull'] / rates['one']:.0%} / {rates['pull'] / rates['several']:.0%}"
-                table.add_row(f"{count}{name}", str(each), *(f"{r:.2f}" for r in rates.values()), shares)
+            for name, took in _readers(count, each << 20, port, told, repeats, parallel, baseline, before).items():
+                rates = {k: count * (each << 20) / 1e9 / statistics.median(v) for k, v in took.items() if v}
+                shares = f"{rates['memory'] / rates['one']:.0%} / {rates['memory'] / rates['several']:.0%}"
+                shown = (f"{rates[k]:.2f}" if k in rates else "-" for k in took)
+                table.add_row(f"{count}{name}", str(each), *shown, shares)
         finally:
-            plain.close()
-            server.close()
+            for child in (plain, server, other):
+                if child:
+                    child.close()
     out.print(table)
 
 
 def _readers(
-    count: int, nbytes: int, plain: int, told: dict[str, Any], repeats: int, parallel: int
+    count: int,
+    nbytes: int,
+    plain: int,
+    told: dict[str, Any],
+    repeats: int,
+    parallel: int,
+    baseline: Path | None,
+    before: dict[str, Any] | None,
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds from the start until the last reader is done, by kind of transfer; first into fresh memory, then
-    again."""
-    again: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
-    fresh: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
+    again. `told`, `before`: what the servers of this checkout and of the baseline said."""
+    kinds = ("one", "several", "socket", "memory", "baseline")
+    again: dict[str, list[float]] = {kind: [] for kind in kinds}
+    fresh: dict[str, list[float]] = {kind: [] for kind in kinds}
     versions = list(told["versions"].items())
     for _ in range(3 if count == 1 else 1):
-        children = [Child("read", "--parallel", str(parallel)) for _ in range(count)]
-        _all(children, op="nothing")
+        groups = {
+            kind: [Child("read", "--parallel", str(parallel), checkout=checkout) for _ in range(count)]
+            for kind, checkout in (("socket", CHECKOUT), ("memory", CHECKOUT), ("baseline", baseline))
+            if checkout
+        }
+        for children in groups.values():
+            _all(children, op="nothing")
         for i in range(repeats + 1):
             copy = {"op": "plain", "port": plain, "nbytes": nbytes, "fresh": i == 0}
             version, digest = versions[i % 2]
             keep = again if i else fresh
-            keep["one"].append(_all(children, **copy, connections=1))
-            keep["pull"].append(_all(children, op="pull", port=told["port"], version=int(version), digest=digest))
-            keep["several"].append(_all(children, **copy, connections=parallel))
-        for c in children:
-            c.close()
+            keep["one"].append(_all(groups["socket"], **copy, connections=1))
+            for kind in ("socket", "memory"):
+                ask = {"op": "pull", "port": told["port"], "version": int(version), "files": [digest]}
+                keep[kind].append(_all(groups[kind], **ask, in_memory=kind == "memory"))
+            if before is not None:
+                number, name = list(before["versions"].items())[i % 2]
+                ask = {"op": "pull", "port": before["port"], "version": int(number), "digest": name}
+                keep["baseline"].append(_all(groups["baseline"], **ask))
+            keep["several"].append(_all(groups["socket"], **copy, connections=parallel))
+        for child in (child for children in groups.values() for child in children):
+            child.close()
     return {"": again, ", first pull": fresh} if count == 1 else {"": again}
 
 
@@ -292,11 +340,13 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
 def _pull_both(port: int, publisher: Any) -> tuple[float, float]:
     """Seconds to pull the previous version in full, and to pull the current one by its delta."""
     new, old = (p.manifest for p in publisher.readable)
+    blob = publisher.delta and publisher.delta.manifest
+    update = f"{blob.digest}:{blob.before}:{blob.after}" if blob else new.digest
     took: dict[int, list[float]] = {old.version: [], new.version: []}
     reader = Child("read", "--parallel", "4")
     for _ in range(6):
-        for made in (old, new):
-            reader.ask(op="pull", port=port, version=made.version, digest=made.digest)
+        for made, file in ((old, old.digest), (new, update)):
+            reader.ask(op="pull", port=port, version=made.version, files=[file], in_memory=False)
             took[made.version].append(reader.answer()["s"])
     reader.close()
     return statistics.median(took[old.version][1:]), statistics.median(took[new.version][1:])
@@ -314,6 +364,7 @@ def main() -> None:
     p.add_argument("--lr", default="1e-6,1e-5")
     p.add_argument("--step", type=int, default=4, help="update of the training that is published as a delta")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--baseline", type=Path, help="another checkout, whose full pulls are measured in the same run")
     p.add_argument("--role", choices=["serve", "plain", "read"], help=argparse.SUPPRESS)
     args = p.parse_args()
     match args.role:
@@ -327,7 +378,8 @@ def main() -> None:
     if not out.is_terminal:
         out.width = 150  # do not wrap tables in a log file
     if args.readers:
-        full(out, args.mib, [int(n) for n in args.readers.split(",")], args.repeats, args.parallel, args.device)
+        readers = [int(n) for n in args.readers.split(",")]
+        full(out, args.mib, readers, args.repeats, args.parallel, args.device, args.baseline)
     if args.models:
         rates = [float(x) for x in args.lr.split(",")]
         asyncio.run(deltas(out, args.models.split(","), rates, args.step, args.device))

@@ -52,7 +52,7 @@ class Slow(Hashing):
 
     def swap(self, version: int, weights: Any = None) -> None:
         super().swap(version, weights)
-        self.weights = self.weights if weights is None else weights["w"]
+        self.weights = self.weights if weights is None else weights.get("w")
 
 
 class Pulling:

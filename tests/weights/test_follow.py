@@ -182,7 +182,7 @@ def test_a_reader_that_is_killed_at_any_chunk_stops_none_of_its_followers(
     assert b.has_data()
     assert c.has_data()
     assert {source for source, _ in b.why} == {"a"}
-    assert not c.asked
+    assert not c.asked or not chunks  # without a byte, both wait equally long
     assert isinstance(a.error, PullFailed)
     source.close()
 

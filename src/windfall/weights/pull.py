@@ -154,7 +154,8 @@ class Puller:
             if self._stop.is_set():
                 raise
             return 0.0
-        missing = copy.begin(wanted)
+        # In a chain, a delta may change a chunk and the next one change it back.
+        missing = copy.begin(wanted, reuse=len(blobs) == 1)
         with ThreadPoolExecutor(self.parallel) as pool:
             with contextlib.suppress(WindfallError):  # then chunks are wrong
                 for blob in blobs:
@@ -220,9 +221,9 @@ class LocalCopy:
     def view(self) -> memoryview:
         return self._buffer.view
 
-    def begin(self, wanted: Manifest) -> list[int]:
-        """From now on, the buffer is for these weights. Returns the chunks that are missing. Those that have the same
-        bytes at the same place are not."""
+    def begin(self, wanted: Manifest, *, reuse: bool = True) -> list[int]:
+        """From now on, the buffer is for these weights. Returns the chunks that are missing: with `reuse`, not those
+        that have the same bytes at the same place."""
         self.held = None
         if self._file is not None and self._file.manifest.digest != wanted.digest:
             self._files.remove(self._file, WITHDRAW_S)
@@ -236,7 +237,7 @@ class LocalCopy:
         self._file = self._file or HeldFile(wanted, self._buffer, ranges=ranges)
         known, self._seals = self._seals, {}
         for i, chunk in enumerate(pairwise(bounds)):
-            if known.get(chunk) == wanted.seal(i):
+            if reuse and known.get(chunk) == wanted.seal(i):
                 self.add(i)
         self._files.add(self._file)
         return self._file.missing()

@@ -1,0 +1,66 @@
+"""Workers that serve what they have pulled, through a listening controller and its directory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch  # noqa: F401  # before the threads that would import it
+
+from tests.support.listening_controller import TOKEN, Site, opened
+from tests.support.weight_shelves import ServedShelf, some_bytes
+from windfall.controller.rollout.assignment import Offer
+from windfall.controller.scheduling.members import WorkerState
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.weights.manifest import Manifest
+from windfall.weights.pull import Puller
+from windfall.worker import controller_client
+
+
+def publish(site: Site, made: Manifest, location: str) -> None:
+    holders = (m.HolderFiles(location=location, holds=(m.Holding(file=made.ref),)),)
+    files = m.PublishedFiles(version=1, digest=made.digest, files=(made.ref,), holders=holders)
+    site.dispatch.weights.publish(files)
+    site.dispatch.set_offer(Offer(version=1, digest=made.digest))
+
+
+def test_a_worker_reads_from_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's server is gone when the second worker joins."""
+    monkeypatch.setattr("tests.support.weight_shelves.KEY", auth.weights_key(TOKEN))
+    trainer = ServedShelf()
+    made = trainer.hold(some_bytes(500_000))
+    numbers = iter(range(100))
+    monkeypatch.setattr(controller_client, "machine", lambda: f"machine {next(numbers)}")
+
+    async def main() -> None:
+        async with opened(tmp_path) as (site, start):
+            publish(site, made, trainer.ref.location)
+
+            def join(name: str) -> Puller:
+                puller = Puller(key=auth.weights_key(TOKEN))
+                worker: Any = start(name=name, files=puller.files)
+                worker.client.puller = puller
+                return puller
+
+            first = join("a")
+            await site.until(lambda: site.state("a") is not None and first.held, "the first has the version")
+            await site.until(lambda: "a" in holders(site, made.digest), "the directory knows")
+            hello = site.hellos[0]
+            assert hello.location.startswith("http://127.0.0.1:")
+            assert (hello.own_address, hello.holds) == ("127.0.0.1", ())
+            await asyncio.to_thread(trainer.close)
+            second = join("b")
+            await site.until(lambda: second.held, "the second has it, too")
+            assert {use.source for use in second._used} == {"a"}
+            assert site.hellos[1].location != hello.location
+
+    asyncio.run(main())
+
+
+def holders(site: Site, digest: str) -> dict[str, Any]:
+    member = site.dispatch.members.all.get("a")
+    loaded = member is not None and member.state is not WorkerState.GONE
+    return site.dispatch.weights.directory._files[digest].held if loaded else {}

@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ("star-main", "star", "peers", "regions", "bucket", "bucket-regions")
 TOKEN = KEY = "a-key-of-the-benchmark"
 WEIGHTS_PORT, CONTROLLER_PORT, BUCKET_PORT = 7000, 7001, 7002
-WAIT_S = 600.0
+WAIT_S = 300.0
 ASTRAFLOW_BYTES = 28 * 10**9
 fork = multiprocessing.get_context("fork")
 
@@ -69,6 +69,7 @@ class Child:
     def _run(machine: LabMachine, work: Callable[..., None], pipe: Connection, *args: Any) -> None:
         from windfall.processes import parent_death
 
+        parent_death.die_with_parent(os.getppid(), signal.SIGKILL)
         enter(machine, processes=True)
         if child := os.fork():
             os.waitpid(child, 0)
@@ -426,6 +427,7 @@ def main() -> None:
     p.add_argument("--role", choices=MODES, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.role:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and remove the lab
         print(json.dumps(run_once(args.role, args, int(args.regions))))
         return
     if why := missing():
@@ -441,6 +443,7 @@ def main() -> None:
         for regions in map(int, args.regions.split(",")):
             for mode in modes:
                 for row in start(mode, args, regions):
+                    print(json.dumps(row), file=sys.stderr)
                     rows.setdefault((regions, row["kind"], mode), []).append(row)
     print_table(args, rows)
 

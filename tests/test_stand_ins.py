@@ -57,7 +57,7 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
         control.life.rollout = rollout
         ours, theirs = pair()
         await theirs.close("killed")
-        hello: Any = SimpleNamespace(facts={"pid": pid})
+        hello: Any = SimpleNamespace(facts={"pid": pid}, weights=None)
         await control._attend_trainer(ours, hello)
 
     asyncio.run(asyncio.wait_for(story(), 240))

@@ -11,7 +11,7 @@ from tests.support.hostile.checkpoints import JOURNALS, add_strays
 from tests.support.restarts import RestartingSimulation
 
 Simulated = Callable[..., Any]
-KILLED_S = 14.0
+KILLED_S = 13.0
 
 
 def damaging(damage: Callable[[Path], object]) -> Callable[[RestartingSimulation], None]:

@@ -1,6 +1,10 @@
-"""Copies of linear weights give the same results, apply only inside the block, and follow changes after a drop."""
+"""Copies of linear weights give the same results, apply only inside the block and in its thread, and follow changes
+after a drop."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,6 +48,31 @@ def test_a_layer_computes_with_its_copy_only_inside_the_block(monkeypatch: pytes
     model(x).sum().backward()
     assert len(called) == 3
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_threads_that_share_a_module_do_not_disturb_each_other() -> None:
+    """One thread trains while two engines are inside their blocks. The engines leave them one after the other."""
+    model, x, inside = layers(), torch.randn(16, 512), threading.Barrier(3, timeout=60)
+    with torch.inference_mode():
+        wanted = model(x)
+
+    def generate(trained: threading.Event) -> torch.Tensor:
+        with torch.inference_mode(), PrepackedLinears(model):
+            inside.wait()
+            assert trained.wait(60)
+            return model(x)
+
+    trained = [threading.Event(), threading.Event()]
+    with ThreadPoolExecutor(2) as pool:
+        engines = [pool.submit(generate, event) for event in trained]
+        inside.wait()
+        for engine, event in zip(engines, trained, strict=True):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            event.set()
+            torch.testing.assert_close(engine.result(60), wanted, rtol=1e-4, atol=1e-5)
+    assert not any("forward" in layer.__dict__ for layer in model)
 
 
 def test_new_weights_count_after_a_drop() -> None:

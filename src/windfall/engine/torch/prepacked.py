@@ -4,14 +4,16 @@ torch keeps a weight as (out, in), and a library for matrix products brings it i
 few rows this takes as long as the product. So large weights are copied once into oneDNN's own layout, and small ones,
 where a call of oneDNN takes longer than it saves, as (in, out). docs/engine.md has figures.
 
-The copies take as much memory as the weights. Layers use them only inside the `with` block, so a trainer that shares
-the module computes with its own weights. They do not follow the module: drop them when its weights change.
+The copies take as much memory as the weights. Layers use them only inside the `with` block and in its thread, so a
+trainer or another engine that shares the module computes with its own weights. The copies do not follow the module:
+drop them when its weights change.
 """
 
 from __future__ import annotations
 
 import functools
 import platform
+import threading
 from typing import Any
 
 import torch
@@ -26,10 +28,15 @@ TYPICAL_ROWS = 32
 """Rows for which oneDNN chooses its layout."""
 
 
+_thread = threading.local()
+"""`forwards`: by layer, the forward functions with copies, while the thread is inside a block."""
+_blocks_change = threading.Lock()
+
+
 class PrepackedLinears:
     def __init__(self, model: Any) -> None:
         self._layers = [m for m in model.modules() if type(m) is torch.nn.Linear and _gains(m.weight)]
-        self._forwards: list[Any] | None = None
+        self._forwards: dict[torch.nn.Linear, Any] | None = None
 
     def drop(self) -> None:
         """Free the copies. The next `with` block makes them anew."""
@@ -37,13 +44,31 @@ class PrepackedLinears:
 
     def __enter__(self) -> None:
         if self._forwards is None:
-            self._forwards = [_pack(layer) for layer in self._layers]
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
+            self._forwards = {layer: _pack(layer) for layer in self._layers}
+        _thread.forwards = self._forwards
+        with _blocks_change:
+            for layer in self._layers:
+                layer.__dict__.setdefault("forward", _Forward(layer)).blocks += 1
 
     def __exit__(self, *_: object) -> None:
-        for layer in self._layers:
-            del layer.__dict__["forward"]
+        _thread.forwards = {}
+        with _blocks_change:
+            for layer in self._layers:
+                layer.__dict__["forward"].blocks -= 1
+                if not layer.__dict__["forward"].blocks:
+                    del layer.__dict__["forward"]
+
+
+class _Forward:
+    """Replaces a layer's forward function while any thread is inside a block with this layer."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self._layer = layer
+        self.blocks = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        forward = getattr(_thread, "forwards", {}).get(self._layer)
+        return linear(x, self._layer.weight, self._layer.bias) if forward is None else forward(x)
 
 
 def _gains(weight: Tensor) -> bool:

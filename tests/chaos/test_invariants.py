@@ -278,7 +278,13 @@ def hanging_pull_is_never_detected(patch: Patch) -> None:
 
 @breaks("weights")
 def lost_source_is_still_a_source(patch: Patch) -> None:
-    patch.setattr(Directory, "_repair", lambda self, files, suspects: None)
+    real = Directory._repair
+
+    def repair(self: Directory, files: Any, suspects: Any, *, gained: bool = False) -> None:
+        if gained:
+            real(self, files, suspects, gained=gained)
+
+    patch.setattr(Directory, "_repair", repair)
 
 
 @breaks("weights")

@@ -171,7 +171,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
     patch.setattr(RemoteTrainer, "forward_backward", without_the_last)
 
 
-@breaks("batch", "version", "bound", "lost", "window", seed=44)
+@breaks("batch", "version", "bound", "lost", "window", seed=11)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
     real, interrupt = RemoteTrainer._ask, Rollout.interrupt

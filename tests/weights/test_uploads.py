@@ -99,3 +99,21 @@ def test_a_slow_bucket_finishes_a_copy_that_workers_read(store: Store, uploads: 
     store.slow = False
     until(lambda: not pinned(COPIES))
     assert store.files == digests(COPIES[3])
+
+
+def test_machines_upload_the_same_files(store: Store) -> None:
+    slow: Any = Store()
+    slow.slow = True
+    first: Any = store
+    with (
+        closing(BucketUploads(first, lambda done: None)) as one,
+        closing(BucketUploads(slow, lambda done: None, first=False)) as two,
+    ):
+        for i in range(3):
+            until(lambda: not one.unfinished())
+            machines = [one.unfinished(), two.unfinished()]
+            for uploads in (one, two):
+                file = HeldFile(COPIES[i].manifest, COPIES[i].buffer, filled=True)
+                uploads.publish(file, None, keep=digests(COPIES[0]), machines=machines)
+            assert one.holds() == two.holds()
+            assert [each.file.digest for each in two.holds()] == digests(COPIES[0])  # one copy at a time

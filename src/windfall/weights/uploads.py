@@ -14,14 +14,15 @@ is uploaded; a full copy again if there is no delta, or if the deltas since the 
   out, and the next version is uploaded as a copy.
 - If a file of the way is damaged in the bucket, the next version is uploaded as a copy.
 - Files that no worker needs (`keep`) and that are not on the way are deleted.
-- On several machines each uploads the bytes that it holds. All decide the same; the first one deletes.
+- On several machines each uploads the bytes that it holds. All know what is unfinished on each of them, so that they
+  decide the same; the first one deletes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -95,6 +96,11 @@ class BucketUploads:
         with self._lock:
             return tuple(m.Holding(file=file) for file in self._held.values())
 
+    def unfinished(self) -> dict[str, bool]:
+        """Files that are not uploaded yet: whether the last try failed."""
+        with self._lock:
+            return {name: upload.failing for name, upload in self._busy.items()}
+
     def publish(
         self,
         copy: HeldFile,
@@ -103,9 +109,13 @@ class BucketUploads:
         base: HeldFile | None = None,
         keep: Collection[str] = (),
         wrong: Collection[str] = (),
+        machines: Sequence[Mapping[str, bool]] = (),
     ) -> None:
         """Upload what this version needs; `base`: of an adapter. `keep`: files that workers may still read. `wrong`:
-        files that are damaged in the bucket."""
+        files that are damaged in the bucket. `machines`: what is unfinished on each machine, if there are several."""
+        unfinished: dict[str, bool] = {}
+        for each in machines or [self.unfinished()]:
+            unfinished |= {name: failing or unfinished.get(name, False) for name, failing in each.items()}
         files = [file for file in (base, delta) if file is not None]
         with self._lock:
             self._held = {name: ref for name, ref in self._held.items() if name not in wrong}
@@ -114,11 +124,10 @@ class BucketUploads:
             way = extend(self._way, copy.manifest.ref, delta and delta.manifest.ref)
             needed = {*keep} - {*wrong}
             if len(way) == 1:
-                unfinished = self._busy.get(self._copy)
-                if unfinished and not unfinished.failing and self._copy in needed:
+                if self._copy in needed and self._copy in unfinished and not unfinished[self._copy]:
                     way = ()
                 else:
-                    if unfinished:
+                    if self._copy in unfinished:
                         needed.discard(self._copy)
                     files.append(copy)
                     self._copy = copy.manifest.digest

@@ -117,3 +117,20 @@ def test_machines_upload_the_same_files(store: Store) -> None:
                 uploads.publish(file, None, keep=digests(COPIES[0]), machines=machines)
             assert one.holds() == two.holds()
             assert [each.file.digest for each in two.holds()] == digests(COPIES[0])  # one copy at a time
+
+
+@pytest.mark.parametrize(
+    ("damaged", "sent"), [(COPIES[0], [COPIES[2]]), (DELTAS[0], [COPIES[2]]), (DELTAS[1], [COPIES[2], DELTAS[1]])]
+)
+def test_damaged_files_are_replaced_at_once(
+    store: Store, uploads: BucketUploads, damaged: HeldFile, sent: list[HeldFile]
+) -> None:
+    for copy, delta in zip(COPIES[:3], (None, *DELTAS), strict=False):
+        uploads.publish(copy, delta)
+        until(lambda: not uploads.unfinished())
+    before, store.files = set(store.files), []
+    uploads.publish(COPIES[2], DELTAS[1], keep=before, wrong=["another"])
+    assert not uploads.unfinished()
+    uploads.publish(COPIES[2], DELTAS[1], keep=before, wrong=digests(damaged))
+    until(lambda: not uploads.unfinished())
+    assert sorted(store.files) == sorted(digests(*sent))

@@ -193,6 +193,11 @@ class RankPart:
         )
         return manifest
 
+    def upload_again(self, files: Collection[str]) -> None:
+        """Replace files that are damaged in the bucket, or upload the newest version as a copy instead of them."""
+        held = self.uploads.holds() if self.uploads is not None else ()
+        self._upload([each.file.digest for each in held], files)
+
     def _upload(self, keep: Collection[str], wrong: Collection[str]) -> None:
         """Upload the newest version to the bucket, if there is one. All machines upload the same files."""
         if not self.recipe.weights.bucket:
@@ -361,6 +366,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         engine=part.engine,
         publish=lambda version, order: orders.call(part.publish, version, order),
         weights=lambda: _located(part.published, url),
+        upload_again=lambda files: orders.call(part.upload_again, files),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,

@@ -12,7 +12,7 @@ is uploaded; a full copy again if there is no delta, or if the deltas since the 
 - An upload ends early if its file is neither on the way nor needed by a worker (`keep`).
 - At most one copy is pinned. A new one replaces it if it fails, or if no worker needs it; otherwise the new one is left
   out, and the next version is uploaded as a copy.
-- If a file of the way is damaged in the bucket, the next version is uploaded as a copy.
+- If a file of the way is damaged in the bucket, the newest version is uploaded as a copy.
 - Files that no worker needs (`keep`) and that are not on the way are deleted.
 - On several machines each uploads the bytes that it holds. All know what is unfinished on each of them, so that they
   decide the same; the first one deletes.
@@ -51,6 +51,8 @@ def extend(way: tuple[m.FileRef, ...], copy: m.FileRef, delta: m.FileRef | None)
     c3
     """
     end = (way[-1].after or way[-1].digest) if way else ""
+    if end == copy.digest:
+        return way
     if delta is None or delta.before != end:
         return (copy,)
     deltas = sum(file.nbytes for file in way[1:]) + delta.nbytes
@@ -111,8 +113,9 @@ class BucketUploads:
         wrong: Collection[str] = (),
         machines: Sequence[Mapping[str, bool]] = (),
     ) -> None:
-        """Upload what this version needs; `base`: of an adapter. `keep`: files that workers may still read. `wrong`:
-        files that are damaged in the bucket. `machines`: what is unfinished on each machine, if there are several."""
+        """Upload what this version needs and the bucket lacks; `base`: of an adapter. `keep`: files that workers
+        may still read. `wrong`: files that are damaged in the bucket. `machines`: what is unfinished on each machine,
+        if there are several."""
         unfinished: dict[str, bool] = {}
         for each in machines or [self.unfinished()]:
             unfinished |= {name: failing or unfinished.get(name, False) for name, failing in each.items()}
@@ -123,7 +126,7 @@ class BucketUploads:
                 self._way = ()
             way = extend(self._way, copy.manifest.ref, delta and delta.manifest.ref)
             needed = {*keep} - {*wrong}
-            if len(way) == 1:
+            if len(way) == 1 and way != self._way:
                 if self._copy in needed and self._copy in unfinished and not unfinished[self._copy]:
                     way = ()
                 else:

@@ -127,3 +127,19 @@ def test_a_rank_that_ends_stops_its_uploads(tmp_path: Path, monkeypatch: pytest.
     make: Any = lambda part: None  # noqa: E731
     assert trainer_process.follow(tmp_path, RankPlace(rank=1, size=2), make) == RANK_LOST
     assert closed
+
+
+def test_a_file_that_is_damaged_in_the_bucket_is_replaced(tmp_path: Path) -> None:
+    part = build(TrainerRanks.alone(), tmp_path, f"file://{tmp_path}/bucket")
+    digest = part.publish(0, m.Publish(id="")).digest
+    assert part.uploads is not None
+    stored, deadline = tmp_path / "bucket/run" / digest / f"{0:015d}", time.monotonic() + 20
+    while part.uploads.unfinished() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    whole = stored.read_bytes()
+    stored.write_bytes(b"\0" * len(whole))
+    part.upload_again((digest,))
+    while stored.read_bytes() != whole and time.monotonic() < deadline:
+        time.sleep(0.01)
+    part.uploads.close()
+    assert stored.read_bytes() == whole

@@ -163,21 +163,23 @@ class BucketUploads:
     def _upload(self, upload: Upload) -> None:
         file, stop, failures, began_s = upload.file, upload.stop, 0, time.monotonic()
         name = file.manifest.digest
-        while not stop.is_set():
-            try:
-                sent = self.store.upload(file, again=upload.again, stopped=stop.is_set)
-                self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
-                break
-            except BucketFailed as e:
-                if not stop.is_set():
-                    upload.failing = True
-                    self._report(m.Uploaded(file=name, bytes=0, s=time.monotonic() - began_s, error=str(e)))
-                stop.wait(delay_s(failures, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
-                failures += 1
-        with self._lock:
-            if self._busy.get(name) is upload:
-                del self._busy[name]
-            file.pinned = any(other.file is file for other in self._busy.values())
+        try:
+            while not stop.is_set():
+                try:
+                    sent = self.store.upload(file, again=upload.again, stopped=stop.is_set)
+                    self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
+                    break
+                except BucketFailed as e:
+                    if not stop.is_set():
+                        upload.failing = True
+                        self._report(m.Uploaded(file=name, bytes=0, s=time.monotonic() - began_s, error=str(e)))
+                    stop.wait(delay_s(failures, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
+                    failures += 1
+        finally:
+            with self._lock:
+                if self._busy.get(name) is upload:
+                    del self._busy[name]
+                file.pinned = any(other.file is file for other in self._busy.values())
 
     def _expire(self) -> None:
         with self._lock:

@@ -26,6 +26,7 @@ from windfall.sim.core import loop as loops
 from windfall.types import LOCAL, Lease
 
 GB = 10**9
+NAN = float("nan")
 COPIES = {v: m.FileRef(digest=f"c{v}", nbytes=16 * GB) for v in (1, 2)}
 MOVED = "32.0 GB from the trainer, 32.0 GB from workers, 16.0 GB across regions ($0.32)"
 DELTA = m.FileRef(digest="d2", nbytes=GB // 10, before="c1", after="c2")
@@ -197,9 +198,10 @@ def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> Non
     "message",
     [
         m.AskRoute(file="c1", used=(use("b", -1),)),
-        m.AskRoute(file="c1", used=(m.SourceUse(source="b", bytes=1, s=float("nan")),)),
+        m.AskRoute(file="c1", used=(m.SourceUse(source="b", bytes=1, s=NAN),)),
         m.AskRoute(file="c1", received=-1),
         m.Loaded(version=1, digest="c1", slots=1, s=1.0, pulled_bytes=0, used=(use("b", -1),)),
+        *(m.Loaded(version=1, digest="c1", slots=1, s=1.0, pulled_bytes=0, apply_s=s) for s in (1e-308, -1.0, NAN)),
     ],
 )
 def test_impossible_reports_end_the_link(tmp_path: Path, message: object) -> None:

@@ -15,6 +15,9 @@ from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import clip
 
+LEAST_APPLY_S, MOST_APPLY_S = 1e-6, 1e6
+"""Applying deltas takes a time between these, if there are any. Others would spoil the mean of all workers."""
+
 
 class WeightRoutes:
     def __init__(
@@ -82,6 +85,8 @@ class WeightRoutes:
 
     def loaded(self, member: Member, message: m.Loaded) -> None:
         self._check(member, message.used)
+        if message.apply_s and not LEAST_APPLY_S <= message.apply_s <= MOST_APPLY_S:
+            raise Malformed(f"took {message.apply_s} s to apply deltas")
         if self.directory.knows(member.id):
             now_s = asyncio.get_running_loop().time()
             self.directory.loaded(member.id, message.digest, message.used, now_s, message.apply_s)

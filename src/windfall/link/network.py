@@ -38,6 +38,19 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def is_loopback(host: str) -> bool:
+    """Whether whoever connects to this host reaches its own machine.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.5", "gpu5")]
+    [True, True, True, True, False, False]
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
 def resolve(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 

@@ -261,6 +261,19 @@ def test_peers_can_be_limited(peers: PeerUse, sources: list[str]) -> None:
     assert [load(d, id)[0] for id in ("a", "b", "c")] == sources
 
 
+def test_a_claimed_machine_needs_the_address_of_that_machine() -> None:
+    victim, liar = worker("v", machine="m", seen="10.0.0.1"), worker("l", machine="m", seen="6.6.6.6", own="10.0.0.9")
+    for peers, near in (("all", "::1"), ("machine", "127.0.0.1")):
+        here = worker("h", machine="m", seen=near)
+        d = directory(liar, victim, here, worker("n", machine="m", seen="127.0.0.1"), peers=peers)
+        assert [load(d, id) for id in "lvhn"] == [["trainer"], ["trainer"], ["trainer"], ["h"]]
+        assert complain(d, "v", "trainer", "unreachable") == ["trainer"]
+    d = directory(worker("p", machine="m", seen="1.1.1.1", own="1.1.1.1"), victim)
+    load(d, "p")
+    (source,) = d.load("v", "v1")[0].route.sources
+    assert (source.id, source.machine) == ("p", "")  # over the network, not over memory
+
+
 def test_behind_a_nat_only_neighbors_are_reached() -> None:
     inside = [worker(id, "eu", seen="1.2.3.4", own=f"10.0.0.{n}") for n, id in enumerate("ab")]
     d = directory(*inside, worker("c", "eu", seen="5.6.7.8", own="5.6.7.8"))

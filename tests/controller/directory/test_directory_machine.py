@@ -128,14 +128,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         version=st.integers(0, 5),
     )
     def join(self, id: str, region: str, machine: str, reach: str, version: int) -> None:
+        at = region + machine if machine else id
         holder = WeightHolder(
             id=id,
             kind="peer",
             location="" if reach == "none" else f"http://{id}",
             region=region,
             machine=region + machine if machine else "",
-            seen="nat" if reach == "nat" else id,
-            own=id,
+            seen="nat" if reach == "nat" else at,
+            own=at,
         )
         self.tame &= reach == "public"
         worker = self.workers[id] = Worker(holder)

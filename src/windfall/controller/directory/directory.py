@@ -221,7 +221,7 @@ class Directory:
         if failed:
             self._repair(self._files.values(), failed)
         self._routed.pop((reader, file), None)
-        return self._route(reading)
+        return self._route(reader, reading)
 
     def progress(self, reader: str, received: int) -> None:
         """`received`: bytes of the reader's present load, about. The reader with most takes over from an importer."""
@@ -264,7 +264,7 @@ class Directory:
         """Routes to send to readers that did not ask, since the last call."""
         changed, self._routed = self._routed, {}
         still = [(r, self._files[name]) for r, name in changed if name in self._files]
-        return [(r, m.FileRoute(file=k.file, route=self._route(k.readings[r]))) for r, k in still if r in k.readings]
+        return [(r, m.FileRoute(file=k.file, route=self._route(r, k.readings[r]))) for r, k in still if r in k.readings]
 
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
@@ -371,7 +371,7 @@ class Directory:
             known, parts, reading.parts = self._files[file.digest], reading.parts, ()
             known.readings[reader] = reading
             self._set(known, reader, parts, "first")
-        return tuple(m.FileRoute(file=file, route=self._route(r)) for file, r in zip(plan, found, strict=True))
+        return tuple(m.FileRoute(file=file, route=self._route(reader, r)) for file, r in zip(plan, found, strict=True))
 
     def _end(self, known: KnownFile, reader: str) -> None:
         if reader in known.readings:
@@ -398,10 +398,12 @@ class Directory:
                 self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
-    def _route(self, reading: Reading) -> m.ReadRoute:
-        ids = reading.sources
-        holders = [self._contacts.holders[id] for id in ids]
-        refs = tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders)
+    def _route(self, reader: str, reading: Reading) -> m.ReadRoute:
+        me, ids = self._contacts.holders[reader], reading.sources
+        refs = tuple(
+            m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine if me.shares_machine(h) else "")
+            for h in (self._contacts.holders[id] for id in ids)
+        )
         parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
+from windfall.link.network import is_loopback
 from windfall.weights.slices import covers
 
 WHOLE: Ranges = ((0, 1 << 62),)
@@ -51,7 +52,11 @@ class WeightHolder:
     """Its address as it knows it."""
 
     def shares_machine(self, other: WeightHolder) -> bool:
-        return bool(self.machine) and self.machine == other.machine
+        """A worker's machine is what it claims: the controller must also see both workers at the same address."""
+        if not self.machine or self.machine != other.machine:
+            return False
+        workers = self.kind == other.kind == "peer"
+        return not workers or self.seen == other.seen or (is_loopback(self.seen) and is_loopback(other.seen))
 
     def across(self, other: WeightHolder) -> bool:
         """Whether a wide link, which costs money, is known to be between them."""

@@ -99,7 +99,7 @@ class RouteSearch:
             usd, far = self.prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
             return far, usd, id in self.slow, not known.has(id, start, stop) if far else known.load.get(id, 0)
 
-        near = (id for id in ids if me.machine and holders[id].machine == me.machine and serves(id))
+        near = (id for id in ids if me.shares_machine(holders[id]) and serves(id))
         free = (id for id in ids if self._free(id) and serves(id))
         rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
         return next(near, None) or next(free, None) or min(rest, key=cost, default=None)

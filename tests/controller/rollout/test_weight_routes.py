@@ -182,6 +182,20 @@ def test_a_controller_that_starts_again_learns_what_workers_hold(tmp_path: Path)
     play(tmp_path, part)
 
 
+def test_a_location_elsewhere_and_loopback_of_another_machine_are_no_sources(tmp_path: Path) -> None:
+    async def part(fleet: Fleet) -> None:
+        fleet.offer(1)
+        trainer = "http://_:1"
+        stranger = Worker(fleet, "a", location="http://victim:80", machine="m")
+        inside = Worker(fleet, "b", location="http://127.0.0.1:9", machine="m")
+        mapped = Worker(fleet, "::ffff:10.0.0.5", location="http://10.0.0.5:9", own_address="10.0.0.5")
+        last = Worker(fleet, "c")
+        found = [(await w.load())[1] for w in (stranger, inside, mapped, last)]
+        assert found == [[trainer], [trainer], [trainer], ["::ffff:10.0.0.5"]]
+
+    play(tmp_path, part)
+
+
 def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> None:
     async def part(fleet: Fleet) -> None:
         fleet.offer(1)

@@ -201,6 +201,8 @@ class Directory:
         if known is None or not (reader in known.readings or (copy and file in _names(copy))):
             for use in used:
                 self._take(reader, use, None)
+            if file == wanted:  # the copy that deltas should make: it has lost the one that they change
+                self._copies.pop(reader, None)
             return NO_ROUTE
         if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
             self.stopped(reader)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
-from windfall.link.network import is_loopback
+from windfall.link.network import host_of, is_loopback
 from windfall.weights.slices import covers
 
 WHOLE: Ranges = ((0, 1 << 62),)
@@ -162,6 +162,8 @@ class Contacts:
             return False
         if me.shares_machine(holder):
             return self._peers != "none"
+        if is_loopback(host_of(holder.location)):
+            return False
         return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
 
     def shunned(self, reader: str) -> set[str]:

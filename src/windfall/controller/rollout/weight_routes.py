@@ -14,6 +14,7 @@ from windfall.controller.scheduling.members import Member
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import clip
+from windfall.link.network import host_of, is_loopback, plain_address
 
 LEAST_APPLY_S, MOST_APPLY_S = 1e-6, 1e6
 """Applying deltas takes a time between these, if there are any. Others would spoil the mean of all workers."""
@@ -46,10 +47,12 @@ class WeightRoutes:
 
     def join(self, member: Member, hello: m.Hello, seen: str) -> None:
         """`seen`: the worker's address, as the controller sees it. An engine of the trainer that names no machine reads
-        nothing: it has the trainer's weights."""
+        nothing: it has the trainer's weights. A location elsewhere than at the worker's own address is ignored."""
         if not member.local or hello.machine:
             region, machine = hello.lease.region, hello.machine
-            at = {"location": hello.location, "seen": seen, "own": hello.own_address}
+            own, host = hello.own_address, host_of(hello.location)
+            location = hello.location if host and (host == own.lower() or is_loopback(host)) else ""
+            at = {"location": location, "seen": plain_address(seen), "own": plain_address(own)}
             holder = WeightHolder(id=member.id, kind="peer", region=region, machine=machine, **at)
             self.directory.join(holder, hello.holds)
             self._pass_on()

@@ -299,6 +299,20 @@ def test_each_machine_of_the_trainer_serves_its_shard() -> None:
     assert load(d, "b") == ["a"]
 
 
+def test_a_trainer_with_thousands_of_ranges_on_two_machines() -> None:
+    d, count = Directory(TrafficPrices(), region="us"), 10_000
+    d.join(worker("a"))
+    pieces = [(n * 10**6, (n + 1) * 10**6) for n in range(count)]
+    file = FileRef(digest="v", nbytes=count * 10**6)
+    holders = tuple(
+        HolderFiles(location=f"t{n}", holds=(Holding(file=file, ranges=tuple(pieces[n::2])),)) for n in range(2)
+    )
+    d.publish(PublishedFiles(version=1, digest="v", files=(file,), holders=holders), 0.0)
+    started_s = time.process_time()
+    assert len(d.load("a", "v")[0].route.parts) == count
+    assert time.process_time() - started_s < 5
+
+
 def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
     d = Directory(TrafficPrices(), region="us")
     d.join(worker("a"))

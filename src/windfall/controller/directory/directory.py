@@ -141,7 +141,7 @@ class Directory:
             for holding in each.holds:
                 damaged = kind == "bucket" and holding.file.digest in self.wrong
                 if holding.file.digest in self._files and not damaged:
-                    self._files[holding.file.digest].held[at] = holding.ranges or WHOLE
+                    self._files[holding.file.digest].held[at] = normal(holding.ranges) or WHOLE
         for id in sorted(gone):
             self.leave(id)
         trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]

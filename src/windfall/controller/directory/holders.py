@@ -17,13 +17,14 @@ Rules:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
 from windfall.link.network import host_of, is_loopback
-from windfall.weights.slices import covers
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""
@@ -103,8 +104,9 @@ class KnownFile:
     """By holder: readers whose source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
-        ranges = self.held.get(id)
-        return ranges is not None and (ranges == WHOLE or covers(ranges, ((start, stop),)))
+        ranges = self.held.get(id, ())
+        i = bisect_right(ranges, start, key=itemgetter(0)) - 1
+        return i >= 0 and stop <= ranges[i][1]
 
     def follows(self, reader: str) -> set[str]:
         """The readers of this file that a reader follows."""

@@ -17,11 +17,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, Reading, WeightHolder
+from windfall.controller.directory.holders import Contacts, KnownFile, Part, Reading, WeightHolder
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.link.messages import Ranges
 
@@ -74,8 +75,9 @@ class RouteSearch:
             holders.pop(id, None)
         holders |= dict.fromkeys(id for id in buckets if id not in avoid)
         parts: list[Part] = []
+        cuts = sorted({edge for held in self.known.held.values() for piece in held for edge in piece})
         for need in ranges:
-            pieces = _pieces(self.known, *need)
+            pieces = _pieces(cuts, *need)
             whole = self._source(holders, unfit, *need, outside=False) if len(pieces) > 1 else None
             for start, stop in (need,) if whole else pieces:
                 found = whole or self._source(holders, unfit, start, stop, outside=True)
@@ -112,8 +114,6 @@ class RouteSearch:
         return holder.region == self.me.region and not self.prices.usd_per_gb(self.me, holder)
 
 
-def _pieces(known: KnownFile, start: int, stop: int) -> list[tuple[int, int]]:
+def _pieces(cuts: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
     """These bytes, cut where the ranges of a holder begin or end."""
-    cuts = {edge for ranges in known.held.values() if ranges != WHOLE for piece in ranges for edge in piece}
-    edges = [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
-    return list(pairwise(edges))
+    return list(pairwise([start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]))

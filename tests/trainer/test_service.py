@@ -61,7 +61,7 @@ def hello(**fields: Any) -> m.TrainerHello:
     return m.TrainerHello(micro_tokens=1, model="m", engine=ENGINE, facts={}, **fields)
 
 
-def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, SavingTrainer, list[str]]:
+def run_service(*plays: Play, patience_s: float = 0.3, **fields: Any) -> tuple[int, Dials, SavingTrainer, list[str]]:
     dials, trainer, lines = Dials(*plays), SavingTrainer(), list[str]()
 
     def save(state: CheckpointState) -> str:
@@ -74,7 +74,7 @@ def run_service(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Savi
         service = TrainerService(
             trainer=any_trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialer=any_dialer,
             hello=hello, publish=lambda version, *_: SimpleNamespace(version=version, digest="d"), save=save,
-            address=lambda: "x", patience_s=patience_s, retry_s=0.01, say=lines.append,
+            address=lambda: "x", patience_s=patience_s, retry_s=0.01, say=lines.append, **fields,
         )  # fmt: skip
         return await service.run()
 
@@ -268,6 +268,25 @@ def test_error_in_work_is_reported_and_ends_the_process(error: Exception, report
         with pytest.raises(type(error)):
             run_service(play)
     assert received == [reported]
+
+
+def test_damaged_files_are_uploaded_again_without_an_answer() -> None:
+    received: list[object] = []
+    wanted: list[tuple[str, ...]] = []
+
+    async def serve(link: Any, hello: m.TrainerHello) -> None:
+        await link.send(m.UploadAgain(files=("a", "b")))
+        await link.send(m.Save(id="1"))
+        received.append(await link.receive())
+        await link.close("enough")
+
+    async def play(link: MemoryLink) -> None:
+        gate = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
+        await gate.trainer(link, serve)
+
+    run_service(play, gone, upload_again=wanted.append)
+    assert wanted == [("a", "b")]
+    assert received == [m.Saved(path="there")]
 
 
 class CountingTrainer:

@@ -4,7 +4,8 @@
                               SiblingTokens, Drain
     worker ──▶ controller     Hello;  Tokens, Released, AskRoute, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity,
                               Left
-    controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save
+    controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save,
+                              UploadAgain
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Uploaded, Saved,
                               Failed
     supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, RunEnded
@@ -464,6 +465,12 @@ class Uploaded(Message, frozen=True, tag=57):
     error: str = ""
 
 
+class UploadAgain(Message, frozen=True, tag=58):
+    """Controller to trainer, unasked, without an answer: these files are damaged in the bucket."""
+
+    files: tuple[str, ...]  # digests
+
+
 class Save(Message, frozen=True, tag=25):
     """Controller to trainer: write a checkpoint of the published version."""
 
@@ -547,7 +554,7 @@ ToWorker = (
 )
 FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Uploaded | Saved | Failed
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
-ToTrainer = Challenge | TrainerWelcome | Refused | Verb
+ToTrainer = Challenge | TrainerWelcome | Refused | Verb | UploadAgain
 FromRank = RankHello | RankStarted | RankEnded
 ToRank = Challenge | RankWelcome | Refused | StartRank | RunEnded
 

@@ -17,9 +17,11 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,8 @@ class RankPart:
     """Processes of all ranks, in order."""
     uploads: BucketUploads | None = None
     """To the bucket, by the first rank of each machine."""
-    report: Callable[[m.Uploaded], None] = staticmethod(lambda done: print(done, file=sys.stderr, flush=True))
-    """Called after each upload, by any thread."""
+    report: Callable[[m.Uploaded], None]
+    """Called after each upload, by any thread. By default, rank 0 reports it when the next version is published."""
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class RankPart:
         self.place = place or RankPlace()
         self._loaded = loaded
         self._reference = reference
+        self._reports: deque[m.Uploaded] = deque()
+        self.report = self._reports.append
         self.engine = OwnEngine()
         """The engine of this rank. The rank has its turn while it follows an order."""
         orders.add(self)
@@ -178,20 +182,37 @@ class RankPart:
             location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
         )
         holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
+        self._upload(order.keep, order.wrong)
         bucket = ""
         if self.uploads is not None:
-            bucket, base = self.uploads.store.location, self.publisher.base
-            newest = self.publisher.readable[0].held
-            assert newest is not None
-            self.uploads.publish(
-                newest, self.publisher.delta, base=base and base.held, keep=order.keep, wrong=order.wrong
-            )
+            bucket = self.uploads.store.location
             holders = (*holders, m.HolderFiles(location=bucket, holds=self.uploads.holds()))
         files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
         self.published = m.PublishedFiles(
             version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
         )
         return manifest
+
+    def upload_again(self, files: Collection[str]) -> None:
+        """Replace files that are damaged in the bucket, or upload the newest version as a copy instead of them."""
+        held = self.uploads.holds() if self.uploads is not None else ()
+        self._upload([each.file.digest for each in held], files)
+
+    def _upload(self, keep: Collection[str], wrong: Collection[str]) -> None:
+        """Upload the newest version to the bucket, if there is one. All machines upload the same files."""
+        if not self.recipe.weights.bucket:
+            return
+        unfinished = self.uploads.unfinished() if self.uploads is not None else {}
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        machines, reported = zip(*self.ranks.quick.all_gather((unfinished, reports)), strict=True)
+        if self.ranks.first:
+            for done in chain.from_iterable(reported):
+                self.report(done)
+        if self.uploads is not None:
+            newest, base = self.publisher.readable[0].held, self.publisher.base
+            assert newest is not None
+            delta, base = self.publisher.delta, base and base.held
+            self.uploads.publish(newest, delta, base=base, keep=keep, wrong=wrong, machines=machines)
 
     def build_engine(self, terms: EngineTerms) -> None:
         """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
@@ -246,8 +267,11 @@ def follow(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
         part = RankPart(recipe, folder, orders, place=place)
         if recipe.fleet.local:
             part.engine = make_engine(part)
-        # TorchTrainer's methods compute; those of RankPart only read the weights.
-        orders.follow(lambda kind: part.engine.trainer_works(room=kind is TorchTrainer))
+        try:  # TorchTrainer's methods compute; those of RankPart only read the weights.
+            orders.follow(lambda kind: part.engine.trainer_works(room=kind is TorchTrainer))
+        finally:
+            if part.uploads is not None:
+                part.uploads.close()
         return 0
 
     return run_rank(folder, place, run)
@@ -342,6 +366,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         engine=part.engine,
         publish=lambda version, order: orders.call(part.publish, version, order),
         weights=lambda: _located(part.published, url),
+        upload_again=lambda files: orders.call(part.upload_again, files),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
         address=where,

@@ -144,6 +144,8 @@ class TrainerService:
     """Seconds between two attempts to dial. If the controller answers, but its handshake fails, they double up to 25
     times this."""
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    upload_again: Callable[[tuple[str, ...]], None] = lambda files: None
+    """Replaces files that are damaged in the bucket."""
     load: Callable[[str], CheckpointState] = cannot_load
     """Loads a checkpoint into the module and the optimizer; returns its state."""
     _updates: int = field(default=0, init=False)
@@ -248,14 +250,18 @@ class TrainerService:
                     final = isinstance(e, WindfallError)
                     await link.send(m.Failed(error=str(e) if final else errors.last_line(e), final=final))
                     raise
-                await link.send(reply)
+                if reply is not None:
+                    await link.send(reply)
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _perform(self, request: object) -> object:
         """Perform a verb once. One that was performed and arrives again, because its answer was lost, gets the same
-        answer, until the gradients that it belongs to were dropped, or used by an earlier update than the last."""
+        answer, until the gradients that it belongs to were dropped, or used by an earlier update than the last. None:
+        no answer."""
+        if isinstance(request, m.UploadAgain):
+            return await self.run_in_thread(self.upload_again, request.files)
         if not isinstance(request, m.Verb):
             raise LinkClosed(f"unexpected message: {type(request).__name__}")
         if (answer := self._answers.get(request.id) or self._used_answers.get(request.id)) is not None:

@@ -32,7 +32,7 @@ from windfall.backoff import delay_s
 from windfall.errors import WindfallError, install_command
 from windfall.link import auth
 from windfall.link import messages as m
-from windfall.weights.held_files import HeldFile, Withdrawn
+from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
 from windfall.weights.slices import covers
 from windfall.weights.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
@@ -75,7 +75,7 @@ class BucketStore:
 
     def upload(self, file: HeldFile, *, again: bool = False, stopped: Callable[[], bool] = lambda: False) -> int:
         """Upload what is missing of the file, or of the part of it that is held; all of it, if `again`. Returns the
-        bytes sent. Raises Withdrawn if the file is withdrawn meanwhile, and deletes what may be damaged."""
+        bytes sent. The file must be pinned."""
         return self._call(f"upload {file.manifest.digest[:12]}", self._upload(file, again), stopped)
 
     def expire(self, keep: Collection[str]) -> int:
@@ -128,31 +128,23 @@ class BucketStore:
         async def put(path: str, start: int, stop: int) -> None:
             nonlocal sent
             async with turns:
-                if file.revoked:
-                    return
                 await store.put_async(path, file.buffer.data[start:stop].data, use_multipart=False)
-                if file.revoked:  # these bytes may have been overwritten meanwhile
-                    await store.delete_async(path)
-                else:
-                    sent += stop - start
+                sent += stop - start
 
-        with file.reading():
-            present = {} if again else dict(await self._list(name))
-            if (path := f"{self.run}/{name}/{MANIFEST}") not in present:
-                await store.put_async(path, file.manifest.encode(), use_multipart=False)
-            parts = {self._path(name, part[0]): part for part in pairwise(part_bounds(file.manifest))}
-            puts = [
-                asyncio.ensure_future(put(path, *part))
-                for path, part in parts.items()
-                if present.get(path) != part[1] - part[0] and covers(file.ranges, (part,))
-            ]
-            try:
-                await asyncio.gather(*puts)
-            finally:
-                for task in puts:
-                    task.cancel()
-        if file.revoked:
-            raise Withdrawn("the file was withdrawn before it was uploaded")
+        present = {} if again else dict(await self._list(name))
+        if (path := f"{self.run}/{name}/{MANIFEST}") not in present:
+            await store.put_async(path, file.manifest.encode(), use_multipart=False)
+        parts = {self._path(name, part[0]): part for part in pairwise(part_bounds(file.manifest))}
+        puts = [
+            asyncio.ensure_future(put(path, *part))
+            for path, part in parts.items()
+            if present.get(path) != part[1] - part[0] and covers(file.ranges, (part,))
+        ]
+        try:
+            await asyncio.gather(*puts)
+        finally:
+            for task in puts:
+                task.cancel()
         return sent
 
     async def _expire(self, keep: Collection[str]) -> int:
@@ -177,7 +169,7 @@ class BucketStore:
     def _call(self, what: str, request: Coroutine[Any, Any, T], stopped: Callable[[], bool] = lambda: False) -> T:
         try:
             return run_request(request, stopped)
-        except (WindfallError, Withdrawn):
+        except WindfallError:
             raise
         except Exception as e:  # obstore raises many kinds
             raise BucketFailed(f"cannot {what} at {self.location}: {_line(e)}") from None

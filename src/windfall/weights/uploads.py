@@ -7,25 +7,29 @@ is uploaded; a full copy again if there is no delta, or if the deltas since the 
     uploaded           copy   delta  delta  delta  delta and copy
     way of a joiner    0      0 1    0 1 2  ...    4
 
-- An upload that fails is tried again until it succeeds or the trainer withdraws the file. Until then the copy's buffer
-  is pinned: the publisher takes another one.
-- If the way is broken, because a file was withdrawn before it was uploaded or is damaged in the bucket, the next
-  version is uploaded as a copy.
+- An upload that fails is tried again. Until it succeeds, the file is pinned: the publisher does not overwrite its
+  buffer.
+- An upload ends early if its file is neither on the way nor needed by a worker (`keep`).
+- At most one copy is pinned. A new one replaces it if it fails, or if no worker needs it; otherwise the new one is left
+  out, and the next version is uploaded as a copy.
+- If a file of the way is damaged in the bucket, the newest version is uploaded as a copy.
 - Files that no worker needs (`keep`) and that are not on the way are deleted.
-- On several machines each uploads the bytes that it holds. All decide the same; the first one deletes.
+- On several machines each uploads the bytes that it holds. All know what is unfinished on each of them, so that they
+  decide the same; the first one deletes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from windfall.backoff import delay_s
 from windfall.link import messages as m
 from windfall.weights.bucket import BucketFailed, BucketStore
-from windfall.weights.held_files import HeldFile, Withdrawn
+from windfall.weights.held_files import HeldFile
 
 MAX_SHARE = 0.5
 """Maximum of all deltas since a full copy, as a share of it."""
@@ -47,10 +51,29 @@ def extend(way: tuple[m.FileRef, ...], copy: m.FileRef, delta: m.FileRef | None)
     c3
     """
     end = (way[-1].after or way[-1].digest) if way else ""
+    if end == copy.digest:
+        return way
     if delta is None or delta.before != end:
         return (copy,)
     deltas = sum(file.nbytes for file in way[1:]) + delta.nbytes
     return (*way, delta) if deltas <= MAX_SHARE * way[0].nbytes else (copy,)
+
+
+@dataclass(eq=False, slots=True)
+class Upload:
+    """A file that is not uploaded yet."""
+
+    file: HeldFile
+    again: bool
+    """Whether to replace what the bucket has of it."""
+    failing: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+    work: Future[None] = field(init=False)
+
+    def cancel(self) -> None:
+        self.stop.set()
+        if self.work.cancel():  # it has not begun
+            self.file.pinned = False
 
 
 class BucketUploads:
@@ -64,15 +87,21 @@ class BucketUploads:
         self._first = first
         self._way: tuple[m.FileRef, ...] = ()
         self._held: dict[str, m.FileRef] = {}
-        self._busy: set[str] = set()  # files that are being uploaded
+        self._busy: dict[str, Upload] = {}
+        self._copy = ""  # the last copy that was, or is being, uploaded
+        self._expiring: Future[None] | None = None
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="upload")  # a delta does not wait for a copy
 
     def holds(self) -> tuple[m.Holding, ...]:
         """What the bucket has, or will have soon."""
         with self._lock:
             return tuple(m.Holding(file=file) for file in self._held.values())
+
+    def unfinished(self) -> dict[str, bool]:
+        """Files that are not uploaded yet: whether the last try failed."""
+        with self._lock:
+            return {name: upload.failing for name, upload in self._busy.items()}
 
     def publish(
         self,
@@ -82,62 +111,73 @@ class BucketUploads:
         base: HeldFile | None = None,
         keep: Collection[str] = (),
         wrong: Collection[str] = (),
+        machines: Sequence[Mapping[str, bool]] = (),
     ) -> None:
-        """Upload what this version needs; `base`: of an adapter. `keep`: files that workers may still read. `wrong`:
-        files that are damaged in the bucket."""
+        """Upload what this version needs and the bucket lacks; `base`: of an adapter. `keep`: files that workers
+        may still read. `wrong`: files that are damaged in the bucket. `machines`: what is unfinished on each machine,
+        if there are several."""
+        unfinished: dict[str, bool] = {}
+        for each in machines or [self.unfinished()]:
+            unfinished |= {name: failing or unfinished.get(name, False) for name, failing in each.items()}
         files = [file for file in (base, delta) if file is not None]
         with self._lock:
             self._held = {name: ref for name, ref in self._held.items() if name not in wrong}
             if any(file.digest in wrong for file in self._way):
                 self._way = ()
-            copying = bool(self._way) and self._way[0].digest in self._busy
             way = extend(self._way, copy.manifest.ref, delta and delta.manifest.ref)
-            if len(way) == 1 and copying and delta is not None:  # one copy at a time
-                way = (*self._way, delta.manifest.ref)
-            if len(way) == 1:
-                files.append(copy)
+            needed = {*keep} - {*wrong}
+            if len(way) == 1 and way != self._way:
+                if self._copy in needed and self._copy in unfinished and not unfinished[self._copy]:
+                    way = ()
+                else:
+                    if self._copy in unfinished:
+                        needed.discard(self._copy)
+                    files.append(copy)
+                    self._copy = copy.manifest.digest
             self._way = way
-            needed = {*keep, *(file.digest for file in way), *(file.manifest.digest for file in files)}
-            self._held = {name: ref for name, ref in self._held.items() if name in needed | self._busy}
-            files = [file for file in files if file.manifest.digest not in self._held]
+            needed |= {*(file.digest for file in way), *(file.manifest.digest for file in files)}
+            self._held = {name: ref for name, ref in self._held.items() if name in needed}
+            for name in [name for name in self._busy if name not in self._held]:
+                self._busy.pop(name).cancel()
             for file in files:
-                self._held[file.manifest.digest] = file.manifest.ref
-                self._busy.add(file.manifest.digest)
-                file.pinned = True
-        for file in files:
-            self._threads.submit(self._upload, file, file.manifest.digest in wrong)
+                if file.manifest.digest not in self._held:
+                    self._held[file.manifest.digest] = file.manifest.ref
+                    self._start(Upload(file, file.manifest.digest in wrong))
         if self._first:
-            self._threads.submit(self._expire)
+            if self._expiring is not None:
+                self._expiring.cancel()  # if it has not begun
+            self._expiring = self._threads.submit(self._expire)
 
-    def close(self, *, clear: bool = False) -> None:
-        """Stop all uploads. `clear`: delete what was uploaded."""
-        self._stop.set()
+    def close(self) -> None:
+        """Stop all uploads."""
+        with self._lock:
+            for upload in self._busy.values():
+                upload.cancel()
         self._threads.shutdown(cancel_futures=True)
-        if clear and self._first:
-            self.store.clear()
 
-    def _upload(self, file: HeldFile, again: bool) -> None:
-        name, failures, began_s = file.manifest.digest, 0, time.monotonic()
-        try:
-            while not self._stop.is_set():
-                try:
-                    sent = self.store.upload(file, again=again, stopped=self._stop.is_set)
-                    self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
-                    return
-                except BucketFailed as e:
+    def _start(self, upload: Upload) -> None:
+        upload.file.pinned = True
+        self._busy[upload.file.manifest.digest] = upload
+        upload.work = self._threads.submit(self._upload, upload)
+
+    def _upload(self, upload: Upload) -> None:
+        file, stop, failures, began_s = upload.file, upload.stop, 0, time.monotonic()
+        name = file.manifest.digest
+        while not stop.is_set():
+            try:
+                sent = self.store.upload(file, again=upload.again, stopped=stop.is_set)
+                self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
+                break
+            except BucketFailed as e:
+                if not stop.is_set():
+                    upload.failing = True
                     self._report(m.Uploaded(file=name, bytes=0, s=time.monotonic() - began_s, error=str(e)))
-                    self._stop.wait(delay_s(failures, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
-                    failures += 1
-        except Withdrawn as e:
-            self._report(m.Uploaded(file=name, bytes=0, s=time.monotonic() - began_s, error=str(e)))
-            with self._lock:
-                self._held.pop(name, None)
-                if any(file.digest == name for file in self._way):
-                    self._way = ()
-        finally:
-            file.pinned = False
-            with self._lock:
-                self._busy.discard(name)
+                stop.wait(delay_s(failures, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
+                failures += 1
+        with self._lock:
+            if self._busy.get(name) is upload:
+                del self._busy[name]
+            file.pinned = any(other.file is file for other in self._busy.values())
 
     def _expire(self) -> None:
         with self._lock:

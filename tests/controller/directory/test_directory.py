@@ -201,17 +201,23 @@ def test_workers_follow_each_other_rather_than_the_upload_to_the_bucket() -> Non
     assert complain(d, "e", "trainer", "unreachable") == ["s3://b"]
 
 
-def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
-    d = directory(worker("a"), bucket="s3://b")
-    load(d, "a")
-    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+def test_a_file_that_is_damaged_in_the_bucket_is_uploaded_again_and_read_there_last() -> None:
+    d = directory(worker("a"), worker("b"), worker("c"), bucket="s3://b", peers="none")
+    for id in "ab":
+        load(d, id)
+        assert complain(d, id, "trainer", "unreachable") == ["s3://b"]
     assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
+    assert (d.damaged(), d.damaged(), d.wrong) == (("v1",), (), {"v1"})
     assert [name for name, _ in d.events()] == ["source_dropped"]
-    d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
-    assert load(d, "a") == ["trainer"]
-    (damaged,) = d.wrong
-    d.uploaded(damaged, 100, failed=False)
-    assert load(d, "a") == ["s3://b"]
+    assert (load(d, "b"), load(d, "c")) == (["s3://b"], ["trainer"])  # b reaches nothing else
+    assert complain(d, "b", "s3://b", "wrong") == ["trainer"]
+    assert d.damaged() == ()  # known
+    for damaged in (("v1",), (), ()):  # a has reported damage once
+        d.uploaded("v1", 100, failed=False)
+        assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+        complain(d, "a", "s3://b", "wrong")
+        assert d.damaged() == damaged
+    d.publish(published(V2, version=2, bucket="s3://b"), 1.0)
 
 
 def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:

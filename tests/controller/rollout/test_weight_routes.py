@@ -249,12 +249,21 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         fleet.offer(1)
         worker = Worker(fleet, "a")
         await worker.load()
+        fleet.dispatch.weights.directory._damaged.append("c1")
+        await worker.link.send(m.AskRoute(file="c1"))
+        assert await theirs.receive() == m.UploadAgain(files=("c1",))
         publishing = asyncio.create_task(trainer.publish(id="p"))
         assert await theirs.receive() == m.Publish(id="p", keep=("c1",))
         await theirs.send(m.Uploaded(file="c1", bytes=5, s=0.5, error=""))
         await theirs.send(m.PublishedVersion(version=2, digest="c2", weights=published(2)))
         assert (await publishing).update_bytes == DELTA.nbytes
         assert trainer.weights == published(2)
+        await theirs.close()
+        await serving
+        fleet.dispatch.weights.directory.wrong.add("c2")
+        ours, theirs = pair()
+        serving = asyncio.create_task(trainer.attend(ours, hello))
+        assert await theirs.receive() == m.UploadAgain(files=("c2",))
         await theirs.close()
         await serving
 

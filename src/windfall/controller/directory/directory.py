@@ -60,7 +60,8 @@ class Directory:
         """`region`: of the trainer and the bucket."""
         self.newest = ""
         self.wrong: set[str] = set()
-        """Files that are damaged in the bucket."""
+        """Files that are damaged in the bucket, until they are uploaded again."""
+        self._damaged: list[str] = []
         self.traffic: Traffic | None = None
         """Of the newest version."""
         self.usd = 0.0
@@ -133,14 +134,14 @@ class Directory:
         for name, file in listed.items():
             self._files.setdefault(name, KnownFile(file, self._early.get(name, {})))
         self._early = {}
+        self.wrong &= self._files.keys()
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
             about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
             self._contacts.holders[at] = about
             gone.discard(at)
             for holding in each.holds:
-                damaged = kind == "bucket" and holding.file.digest in self.wrong
-                if holding.file.digest in self._files and not damaged:
+                if holding.file.digest in self._files:
                     self._files[holding.file.digest].held[at] = normal(holding.ranges) or WHOLE
         for id in sorted(gone):
             self.leave(id)
@@ -170,6 +171,8 @@ class Directory:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
+            for reading in known.readings.values() if not failed else ():
+                reading.avoid.difference_update(buckets)
             self._repair([known], buckets, gained=not failed)
 
     # Readers
@@ -268,6 +271,11 @@ class Directory:
         still = [(r, self._files[name]) for r, name in changed if name in self._files]
         return [(r, m.FileRoute(file=k.file, route=self._route(r, k.readings[r]))) for r, k in still if r in k.readings]
 
+    def damaged(self) -> tuple[str, ...]:
+        """Files that the trainer must upload again, since the last call."""
+        out, self._damaged = tuple(self._damaged), []
+        return out
+
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
         return frozenset(updates.result(known.file) for known in self._files.values() if known.held)
@@ -355,8 +363,8 @@ class Directory:
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
         near = WeightHolder(id="", kind="peer", region=self._region)
         slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
-        me = self._contacts.holders[reader]
-        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known).route(reading)
+        me, damaged = self._contacts.holders[reader], known.file.digest in self.wrong
+        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known, damaged).route(reading)
 
     def _find(self, reader: str, file: m.FileRef) -> Reading:
         """A reading with its route, which has not begun."""
@@ -450,8 +458,11 @@ class Directory:
             return
         dropped = False
         if known is not None and use.why == "wrong" and source.kind == "bucket":
-            dropped = known.held.pop(use.source, None) is not None
-            self.wrong.add(known.file.digest)
+            known.readings[reader].avoid.add(use.source)
+            if known.file.digest not in self.wrong and self._contacts.report_damage(reader):
+                dropped = True
+                self.wrong.add(known.file.digest)
+                self._damaged.append(known.file.digest)
         elif use.why in ("unreachable", "wrong"):
             dropped = self._contacts.report(reader, use.source, use.why)
         elif known is not None:

@@ -12,7 +12,8 @@ Rules:
 - A reader gets no worker again that it has reported as unreachable or wrong. After such reports from two machines no
   reader gets it, until it joins again. The trainer and the bucket it gets again if there is no other source: they are
   trusted, and a firewall is told from a bad moment by trying.
-- A reader that has reported three sources as wrong is not believed any more: its own memory is the likelier cause.
+- A reader that has reported three sources or files of the bucket as wrong is not believed any more: its own memory is
+  the likelier cause.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ class Contacts:
         self._peers = peers
         self._failed: dict[str, dict[str, str]] = {}
         """By source, then by reader: why it gets the source no more."""
+        self._damage: Counter[str] = Counter()
+        """By reader: files in the bucket that it has reported as damaged."""
         self.holders: dict[str, WeightHolder] = {}
         self.dropped: set[str] = set()
 
@@ -149,6 +152,7 @@ class Contacts:
     def remove(self, id: str) -> None:
         """Forget a holder with what was reported about it and by it."""
         self.holders.pop(id, None)
+        self._damage.pop(id, None)
         self.forgive(id)
         for reports in self._failed.values():
             reports.pop(id, None)
@@ -185,5 +189,11 @@ class Contacts:
         self.dropped.add(source)
         return True
 
+    def report_damage(self, reader: str) -> bool:
+        """Take a report that a file in the bucket is damaged. Whether it is believed."""
+        self._damage[reader] += 1
+        return self._believed(reader)
+
     def _believed(self, reader: str) -> bool:
-        return sum(reports.get(reader) == "wrong" for reports in self._failed.values()) <= BELIEVED_REPORTS
+        wrong = sum(reports.get(reader) == "wrong" for reports in self._failed.values())
+        return wrong + self._damage[reader] <= BELIEVED_REPORTS

@@ -10,7 +10,8 @@ Rules:
 - So a reader imports only if it can use no source in its region, and the next readers there follow it.
 - A holder has as many slots as the file's fan-out; readers on its machine and importers may take more. A slow holder
   has none.
-- Sources that a reader avoids come back if there is no other.
+- A file that is damaged in the bucket is read there only if no other source has it: the seals of its chunks protect the
+  reader, and most chunks are right. Sources that a reader avoids come back after that.
 - A reader gets one source of each byte, and asks for another if that fails. A second one in advance would be out of
   date by then, and nobody would balance the reads that go there.
 """
@@ -61,12 +62,15 @@ class RouteSearch:
     slow: Collection[str]
     me: WeightHolder
     known: KnownFile
+    damaged: bool = False
+    """Whether the file is damaged in the bucket."""
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
         unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
-        parts = self._cover(reading.need, unfit, avoid)
-        return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
+        buckets = {id for id in self.known.held if self.damaged and self.contacts.holders[id].kind == "bucket"}
+        attempts = dict.fromkeys(frozenset(left_out) for left_out in (avoid | buckets, avoid, buckets, ()))
+        return next((parts for left_out in attempts if (parts := self._cover(reading.need, unfit, left_out))), ())
 
     def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
         buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]

@@ -26,6 +26,8 @@ class WeightRoutes:
     ) -> None:
         self.directory = directory
         self._accounts, self._events, self._send = accounts, events, send
+        self.upload_again: Callable[[tuple[str, ...]], None] = lambda files: None
+        """Tells the trainer that these files are damaged in the bucket."""
 
     # The trainer
 
@@ -114,4 +116,6 @@ class WeightRoutes:
                 self._events.scalar(name, step=fields["version"], **fields)
             else:
                 self._events.instant(name, **fields)
+        if damaged := self.directory.damaged():
+            self.upload_again(damaged)
         self._accounts.traffic_usd = self.directory.usd

@@ -110,7 +110,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def trainer_leaves(self) -> None:
         self.connected = False
         for n in range(self.shards):
-            self.directory.leave(f"t{n}")
+            self.directory.leave(f"#t{n}")
 
     @precondition(lambda self: not self.connected)
     @rule()
@@ -310,7 +310,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         readers: dict[tuple[str, str], int] = {}
         for id, worker in self.workers.items():
             for name, known in self.directory._files.items():
-                if id in known.readings and any(part.source in ("t0", "t1") for part in known.readings[id].parts):
+                if id in known.readings and any(part.source in ("#t0", "#t1") for part in known.readings[id].parts):
                     key = name, worker.holder.region
                     readers[key] = readers.get(key, 0) + 1
         for (_, region), count in readers.items():

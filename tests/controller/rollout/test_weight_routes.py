@@ -83,10 +83,11 @@ class Fleet:
 
 
 def firsts(route: m.ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id for part in route.parts]
+    return [route.sources[part.sources[0]].id.removeprefix("#") for part in route.parts]
 
 
 def use(source: str, nbytes: int, why: Any = "") -> m.SourceUse:
+    source = f"#{source}" if "/" in source else source  # not a worker
     return m.SourceUse(source=source, bytes=nbytes, s=1.0, why=why)
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.directory import updates
-from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
+from windfall.controller.directory.holders import NO_WORKER, WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
@@ -101,7 +101,7 @@ class Directory:
                 self._copies[holder.id] = holding.file.digest
 
     def leave(self, id: str) -> None:
-        """A worker or a machine of the trainer (by its location) is gone. Its readers get other routes (`routed`)."""
+        """A worker or a machine of the trainer (by its id) is gone. Its readers get other routes (`routed`)."""
         if not self.knows(id):
             return
         self._left[id] = self._contacts.holders[id]
@@ -137,17 +137,18 @@ class Directory:
         self.wrong &= self._files.keys()
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
-            self._contacts.holders[at] = about
-            gone.discard(at)
+            id = NO_WORKER + at
+            about = WeightHolder(id=id, kind=kind, location=at, region=self._region, machine=each.machine)
+            self._contacts.holders[id] = about
+            gone.discard(id)
             for holding in each.holds:
                 if holding.file.digest in self._files:
-                    self._files[holding.file.digest].held[at] = normal(holding.ranges) or WHOLE
+                    self._files[holding.file.digest].held[id] = normal(holding.ranges) or WHOLE
         for id in sorted(gone):
             self.leave(id)
         trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
         self._trainers = trainers or self._trainers
-        self._repair(self._files.values(), [each.location for each in files.holders], gained=True)
+        self._repair(self._files.values(), [NO_WORKER + each.location for each in files.holders], gained=True)
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
@@ -404,7 +405,7 @@ class Directory:
             importing = any(holders[id].across(me) for id in reading.sources)
             if importing and not reading.importing:
                 at_bytes = self._loads[reader].received
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why.removeprefix(NO_WORKER)}
                 self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
@@ -471,7 +472,7 @@ class Directory:
                 dropped = known.held.pop(use.source, None) is not None
         if dropped:
             file = known.file.digest if known is not None else ""
-            about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
+            about = {"source": use.source.removeprefix(NO_WORKER), "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
 
 

@@ -34,6 +34,10 @@ BELIEVED_REPORTS = 2
 ENOUGH_MACHINES = 2
 """Machines whose readers must report a source before no reader gets it."""
 
+NO_WORKER = "#"
+"""First character of the ids of the trainer's machines and of the bucket, before their locations. No worker's id begins
+with it (link/gate.py)."""
+
 PeerUse = Literal["all", "machine", "none"]
 """Which workers may be sources: all, those on the reader's machine, or none."""
 

@@ -29,7 +29,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.directory import updates
-from windfall.controller.directory.holders import NO_WORKER, WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
+from windfall.controller.directory.holders import (
+    NO_WORKER,
+    WHOLE,
+    Contacts,
+    KnownFile,
+    Part,
+    PeerUse,
+    Reading,
+    WeightHolder,
+)
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
@@ -405,7 +414,8 @@ class Directory:
             importing = any(holders[id].across(me) for id in reading.sources)
             if importing and not reading.importing:
                 at_bytes = self._loads[reader].received
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why.removeprefix(NO_WORKER)}
+                cause = why.removeprefix(NO_WORKER)
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": cause}
                 self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
@@ -471,8 +481,8 @@ class Directory:
             if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
                 dropped = known.held.pop(use.source, None) is not None
         if dropped:
-            file = known.file.digest if known is not None else ""
-            about = {"source": use.source.removeprefix(NO_WORKER), "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
+            file, name = known.file.digest if known is not None else "", use.source.removeprefix(NO_WORKER)
+            about = {"source": name, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
 
 

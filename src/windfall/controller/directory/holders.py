@@ -21,11 +21,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
-from windfall.link.network import host_of, is_loopback
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""
@@ -53,16 +51,18 @@ class WeightHolder:
     machine: str = ""
     """Empty: not known, and shared with no other holder."""
     seen: str = ""
-    """Its address as the controller sees it."""
+    """Its address as the controller sees it; the same for all addresses of loopback."""
     own: str = ""
     """Its address as it knows it."""
+    loopback: bool = False
+    """Its weight server is reached only from its machine."""
 
     def shares_machine(self, other: WeightHolder) -> bool:
         """A worker's machine is what it claims: the controller must also see both workers at the same address."""
         if not self.machine or self.machine != other.machine:
             return False
         workers = self.kind == other.kind == "peer"
-        return not workers or self.seen == other.seen or (is_loopback(self.seen) and is_loopback(other.seen))
+        return not workers or self.seen == other.seen
 
     def across(self, other: WeightHolder) -> bool:
         """Whether a wide link, which costs money, is known to be between them."""
@@ -110,7 +110,7 @@ class KnownFile:
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id, ())
-        i = bisect_right(ranges, start, key=itemgetter(0)) - 1
+        i = bisect_right(ranges, start, key=lambda piece: piece[0]) - 1
         return i >= 0 and stop <= ranges[i][1]
 
     def follows(self, reader: str) -> set[str]:
@@ -172,9 +172,7 @@ class Contacts:
             return False
         if me.shares_machine(holder):
             return self._peers != "none"
-        if is_loopback(host_of(holder.location)):
-            return False
-        return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
+        return self._peers == "all" and not holder.loopback and (holder.own == holder.seen or holder.seen == me.seen)
 
     def shunned(self, reader: str) -> set[str]:
         """What the reader has reported as unreachable or wrong."""

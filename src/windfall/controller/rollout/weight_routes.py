@@ -52,10 +52,13 @@ class WeightRoutes:
         nothing: it has the trainer's weights. A location elsewhere than at the worker's own address is ignored."""
         if not member.local or hello.machine:
             region, machine = hello.lease.region, hello.machine
+            seen = plain_address(seen)
             own, host = hello.own_address, host_of(hello.location)
             location = hello.location if host and (host == own.lower() or is_loopback(host)) else ""
-            at = {"location": location, "seen": plain_address(seen), "own": plain_address(own)}
-            holder = WeightHolder(id=member.id, kind="peer", region=region, machine=machine, **at)
+            at = {"location": location, "seen": "localhost" if is_loopback(seen) else seen, "own": plain_address(own)}
+            holder = WeightHolder(
+                id=member.id, kind="peer", region=region, machine=machine, loopback=is_loopback(host), **at
+            )
             self.directory.join(holder, hello.holds)
             self._pass_on()
 

@@ -112,8 +112,9 @@ class LinkedTrainer:
                 replies = [m.Uploaded(file=file, bytes=0, s=0.0) for file in order.files]
             else:
                 replies = [await self._execute(order)]
-            for reply in replies if link is not None else ():
-                link.send_to_controller(reply)  # does nothing if the link has closed meanwhile
+            for reply in replies:
+                if link is not None:
+                    link.send_to_controller(reply)  # does nothing if the link has closed meanwhile
 
     # orders
 

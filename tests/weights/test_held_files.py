@@ -219,3 +219,12 @@ def test_limit_holds_for_all_readers_together(serving: Callable[..., RunningServ
     assert expected * 0.9 < max(took) < expected * 1.1 + 0.5
     assert min(took) > 0.6 * max(took), "they share it"
     assert limit.sent_bytes == readers * len(data)
+
+
+def test_a_file_with_many_holes_is_described_by_its_longest_ranges() -> None:
+    partial, files = file(9), HeldFiles()
+    for chunk in (0, 2, 3, 5, 7, 8):
+        partial.add(chunk)
+    files.add(partial)
+    (holding,) = files.describe(2)
+    assert holding.ranges == ((2 * CHUNK, 4 * CHUNK), (7 * CHUNK, 9 * CHUNK))

@@ -9,6 +9,7 @@ with its own step and weights. The run ends only if the trainer reports an error
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,9 @@ class RemoteTrainer:
         """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
         self._present = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
+        self._telling: set[asyncio.Task[None]] = set()
+        if routes is not None:
+            routes.upload_again = self._upload_again
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
@@ -47,6 +51,8 @@ class RemoteTrainer:
         self.weights = hello.weights
         replies = self._replies
         self._present.set()
+        if self._routes is not None and self._routes.directory.wrong:  # the trainer before may not have heard of them
+            self._upload_again(tuple(sorted(self._routes.directory.wrong)))
         try:
             while True:
                 message = await link.receive()
@@ -59,6 +65,18 @@ class RemoteTrainer:
         finally:
             if self._link is link:
                 self._forget()
+
+    def _upload_again(self, files: tuple[str, ...]) -> None:
+        """Without a trainer, the next one is told when it connects."""
+
+        async def tell(link: Link) -> None:
+            with contextlib.suppress(LinkClosed):
+                await link.send(m.UploadAgain(files=files))
+
+        if self._link is not None:
+            task = asyncio.create_task(tell(self._link))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     def _forget(self) -> None:
         self._link, self.hello = None, None

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 SIOCGIFADDR = 0x8915
 """ioctl of Linux: the IPv4 address of an interface."""
@@ -36,6 +37,40 @@ def in_url(host: str) -> str:
     ('10.0.0.5', '[fd00::5]')
     """
     return f"[{host}]" if ":" in host else host
+
+
+def host_of(url: str) -> str:
+    """The host of a URL in lower case; empty if it has none.
+
+    >>> host_of("http://[FD00::5]:9001"), host_of("http://[10.0.0.5"), host_of("10.0.0.5")
+    ('fd00::5', '', '')
+    """
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def plain_address(address: str) -> str:
+    """An IPv4 address as such, also if it was seen on an IPv6 socket.
+
+    >>> plain_address("::ffff:10.0.0.5"), plain_address("fd00::5")
+    ('10.0.0.5', 'fd00::5')
+    """
+    return address.removeprefix("::ffff:")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether whoever connects to this host reaches its own machine.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.5", "gpu5")]
+    [True, True, True, True, False, False]
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def resolve(host: str) -> str:

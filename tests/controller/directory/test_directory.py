@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.controller.directory.directory import Directory
-from windfall.controller.directory.holders import PeerUse, WeightHolder
+from windfall.controller.directory.holders import NO_WORKER, PeerUse, WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.link.messages import FileRef, HolderFiles, Holding, PublishedFiles, ReadRoute, SourceUse
@@ -42,7 +42,12 @@ def directory(*workers: WeightHolder, peers: PeerUse = "all", bucket: str = "", 
 
 
 def firsts(route: ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id for part in route.parts]
+    return [route.sources[part.sources[0]].id.removeprefix(NO_WORKER) for part in route.parts]
+
+
+def named(source: str) -> str:
+    """The id of a source."""
+    return NO_WORKER + source if source in ("trainer", "s3://b") else source
 
 
 def load(d: Directory, reader: str, wanted: str = "v1") -> list[str]:
@@ -119,7 +124,7 @@ def test_a_small_file_makes_a_tree_and_a_large_one_a_chain() -> None:
 
 
 def complain(d: Directory, reader: str, source: str, why: Any) -> list[str]:
-    route = d.ask(reader, "v1", [SourceUse(source=source, bytes=0, s=0.0, why=why)], 0)
+    route = d.ask(reader, "v1", [SourceUse(source=named(source), bytes=0, s=0.0, why=why)], 0)
     d.check()
     return firsts(route)
 
@@ -201,17 +206,23 @@ def test_workers_follow_each_other_rather_than_the_upload_to_the_bucket() -> Non
     assert complain(d, "e", "trainer", "unreachable") == ["s3://b"]
 
 
-def test_a_wrong_file_in_the_bucket_is_dropped_at_once() -> None:
-    d = directory(worker("a"), bucket="s3://b")
-    load(d, "a")
-    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+def test_a_file_that_is_damaged_in_the_bucket_is_uploaded_again_and_read_there_last() -> None:
+    d = directory(worker("a"), worker("b"), worker("c"), bucket="s3://b", peers="none")
+    for id in "ab":
+        load(d, id)
+        assert complain(d, id, "trainer", "unreachable") == ["s3://b"]
     assert complain(d, "a", "s3://b", "wrong") == ["trainer"]
+    assert (d.damaged(), d.damaged(), d.wrong) == (("v1",), (), {"v1"})
     assert [name for name, _ in d.events()] == ["source_dropped"]
-    d.publish(published(V2, V1, version=2, bucket="s3://b"), 1.0)
-    assert load(d, "a") == ["trainer"]
-    (damaged,) = d.wrong
-    d.uploaded(damaged, 100, failed=False)
-    assert load(d, "a") == ["s3://b"]
+    assert (load(d, "b"), load(d, "c")) == (["s3://b"], ["trainer"])  # b reaches nothing else
+    assert complain(d, "b", "s3://b", "wrong") == ["trainer"]
+    assert d.damaged() == ()  # known
+    for damaged in (("v1",), (), ()):  # a has reported damage once
+        d.uploaded("v1", 100, failed=False)
+        assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+        complain(d, "a", "s3://b", "wrong")
+        assert d.damaged() == damaged
+    d.publish(published(V2, version=2, bucket="s3://b"), 1.0)
 
 
 def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
@@ -233,7 +244,7 @@ def test_a_trainer_that_cannot_be_reached_is_tried_again_if_there_is_no_other() 
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
     assert load(d, "a") == ["s3://b"]
     assert complain(d, "a", "s3://b", "unreachable") == ["trainer"]
-    d.leave("s3://b")
+    d.leave("#s3://b")
     assert load(d, "a") == ["trainer"]
     d.publish(published(V1, bucket="s3://b"), 1.0)  # the trainer has connected again
     assert load(d, "a") == ["trainer"]
@@ -244,7 +255,7 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
     load(d, "a")
     d.publish(published(V2, DELTA, version=2), 2.0)
     load(d, "a", "v2")
-    assert d.ask("a", "v1", [SourceUse(source="trainer", bytes=5, s=1.0)], 0) == ReadRoute(sources=(), parts=())
+    assert d.ask("a", "v1", [SourceUse(source="#trainer", bytes=5, s=1.0)], 0) == ReadRoute(sources=(), parts=())
     assert d.traffic is not None
     assert d.traffic.describe()["trainer_bytes"] == 5  # but what was sent is counted
     assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
@@ -259,6 +270,29 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
 def test_peers_can_be_limited(peers: PeerUse, sources: list[str]) -> None:
     d = directory(worker("a", machine="m"), worker("b", machine="m"), worker("c"), peers=peers)
     assert [load(d, id)[0] for id in ("a", "b", "c")] == sources
+
+
+def test_a_worker_with_the_name_of_the_trainer_or_the_bucket_replaces_neither() -> None:
+    d = directory(worker("a"), bucket="s3://b")
+    for name in ("trainer", "s3://b"):
+        d.join(worker(name, seen="6.6.6.6"))
+        d.leave(name)
+    assert load(d, "a") == ["trainer"]
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+
+
+def test_a_claimed_machine_needs_the_address_of_that_machine() -> None:
+    victim, liar = worker("v", machine="m", seen="10.0.0.1"), worker("l", machine="m", seen="6.6.6.6", own="10.0.0.9")
+    limits: list[PeerUse] = ["all", "machine"]
+    for peers in limits:
+        here = worker("h", machine="m", seen="127.0.0.1")
+        d = directory(liar, victim, here, worker("n", machine="m", seen="127.0.0.1"), peers=peers)
+        assert [load(d, id) for id in "lvhn"] == [["trainer"], ["trainer"], ["trainer"], ["h"]]
+        assert complain(d, "v", "trainer", "unreachable") == ["trainer"]
+    d = directory(worker("p", machine="m", seen="1.1.1.1", own="1.1.1.1"), victim)
+    load(d, "p")
+    (source,) = d.load("v", "v1")[0].route.sources
+    assert (source.id, source.machine) == ("p", "")  # over the network, not over memory
 
 
 def test_behind_a_nat_only_neighbors_are_reached() -> None:
@@ -284,6 +318,20 @@ def test_each_machine_of_the_trainer_serves_its_shard() -> None:
         (half, V1.nbytes, "t1"),
     ]
     assert load(d, "b") == ["a"]
+
+
+def test_a_trainer_with_thousands_of_ranges_on_two_machines() -> None:
+    d, count = Directory(TrafficPrices(), region="us"), 10_000
+    d.join(worker("a"))
+    pieces = [(n * 10**6, (n + 1) * 10**6) for n in range(count)]
+    file = FileRef(digest="v", nbytes=count * 10**6)
+    holders = tuple(
+        HolderFiles(location=f"t{n}", holds=(Holding(file=file, ranges=tuple(pieces[n::2])),)) for n in range(2)
+    )
+    d.publish(PublishedFiles(version=1, digest="v", files=(file,), holders=holders), 0.0)
+    started_s = time.process_time()
+    assert len(d.load("a", "v")[0].route.parts) == count
+    assert time.process_time() - started_s < 5
 
 
 def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
@@ -333,7 +381,7 @@ def test_traffic_of_a_version() -> None:
     sources = {id: load(d, id)[0] for id in "abce"}
     assert sources == {"a": "trainer", "b": "a", "c": "b", "e": "trainer"}
     for n, id in enumerate("abce"):
-        d.loaded(id, "v1", [SourceUse(source=sources[id], bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
+        d.loaded(id, "v1", [SourceUse(source=named(sources[id]), bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
     assert d.traffic is not None
     weights = d.traffic.describe()
     assert weights == {
@@ -358,7 +406,7 @@ def test_traffic_from_a_region_that_is_not_known_has_no_price_and_one_reader_of_
         d.join(worker(id, "us"))
     d.publish(published(V1), 0.0)
     assert [load(d, id) for id in ("a", "b")] == [["trainer"], ["a"]]
-    d.loaded("a", "v1", [SourceUse(source="trainer", bytes=V1.nbytes, s=16.0)], 1.0)
+    d.loaded("a", "v1", [SourceUse(source="#trainer", bytes=V1.nbytes, s=16.0)], 1.0)
     assert d.usd == 0
 
 
@@ -368,7 +416,7 @@ def test_deltas_are_packed_for_slow_links() -> None:
     d.join(worker("e", "eu"))
     assert d.pack()
     load(d, "e")
-    d.loaded("e", "v1", [SourceUse(source="trainer", bytes=V1.nbytes, s=4.0)], 4.0)
+    d.loaded("e", "v1", [SourceUse(source="#trainer", bytes=V1.nbytes, s=4.0)], 4.0)
     assert not d.pack()
 
 
@@ -392,7 +440,7 @@ def story() -> str:
         d.leave(f"w{n}")
         said.append(d.routed())
     for n in range(1, 24, 5):
-        said.append(d.ask(f"w{n}", "v1", [SourceUse(source="trainer", bytes=5, s=1, why="stalled")], n))
+        said.append(d.ask(f"w{n}", "v1", [SourceUse(source="#trainer", bytes=5, s=1, why="stalled")], n))
         d.loaded(f"w{n}", "v1", (), 2.0)
     return repr([said, d.routed(), d.events(), sorted(d.needed())])
 

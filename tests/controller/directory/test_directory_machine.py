@@ -110,7 +110,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def trainer_leaves(self) -> None:
         self.connected = False
         for n in range(self.shards):
-            self.directory.leave(f"t{n}")
+            self.directory.leave(f"#t{n}")
 
     @precondition(lambda self: not self.connected)
     @rule()
@@ -128,14 +128,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         version=st.integers(0, 5),
     )
     def join(self, id: str, region: str, machine: str, reach: str, version: int) -> None:
+        at = region + machine if machine else id
         holder = WeightHolder(
             id=id,
             kind="peer",
             location="" if reach == "none" else f"http://{id}",
             region=region,
             machine=region + machine if machine else "",
-            seen="nat" if reach == "nat" else id,
-            own=id,
+            seen="nat" if reach == "nat" else at,
+            own=at,
         )
         self.tame &= reach == "public"
         worker = self.workers[id] = Worker(holder)
@@ -309,7 +310,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         readers: dict[tuple[str, str], int] = {}
         for id, worker in self.workers.items():
             for name, known in self.directory._files.items():
-                if id in known.readings and any(part.source in ("t0", "t1") for part in known.readings[id].parts):
+                if id in known.readings and any(part.source in ("#t0", "#t1") for part in known.readings[id].parts):
                     key = name, worker.holder.region
                     readers[key] = readers.get(key, 0) + 1
         for (_, region), count in readers.items():

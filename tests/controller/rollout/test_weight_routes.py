@@ -26,6 +26,7 @@ from windfall.sim.core import loop as loops
 from windfall.types import LOCAL, Lease
 
 GB = 10**9
+NAN = float("nan")
 COPIES = {v: m.FileRef(digest=f"c{v}", nbytes=16 * GB) for v in (1, 2)}
 MOVED = "32.0 GB from the trainer, 32.0 GB from workers, 16.0 GB across regions ($0.32)"
 DELTA = m.FileRef(digest="d2", nbytes=GB // 10, before="c1", after="c2")
@@ -82,10 +83,11 @@ class Fleet:
 
 
 def firsts(route: m.ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id for part in route.parts]
+    return [route.sources[part.sources[0]].id.removeprefix("#") for part in route.parts]
 
 
 def use(source: str, nbytes: int, why: Any = "") -> m.SourceUse:
+    source = f"#{source}" if "/" in source else source  # not a worker
     return m.SourceUse(source=source, bytes=nbytes, s=1.0, why=why)
 
 
@@ -181,6 +183,20 @@ def test_a_controller_that_starts_again_learns_what_workers_hold(tmp_path: Path)
     play(tmp_path, part)
 
 
+def test_a_location_elsewhere_and_loopback_of_another_machine_are_no_sources(tmp_path: Path) -> None:
+    async def part(fleet: Fleet) -> None:
+        fleet.offer(1)
+        trainer = "http://_:1"
+        stranger = Worker(fleet, "a", location="http://victim:80", machine="m")
+        inside = Worker(fleet, "b", location="http://127.0.0.1:9", machine="m")
+        mapped = Worker(fleet, "::ffff:10.0.0.5", location="http://10.0.0.5:9", own_address="10.0.0.5")
+        last = Worker(fleet, "c")
+        found = [(await w.load())[1] for w in (stranger, inside, mapped, last)]
+        assert found == [[trainer], [trainer], [trainer], ["::ffff:10.0.0.5"]]
+
+    play(tmp_path, part)
+
+
 def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> None:
     async def part(fleet: Fleet) -> None:
         fleet.offer(1)
@@ -197,9 +213,10 @@ def test_who_has_the_weights_of_the_trainer_reads_nothing(tmp_path: Path) -> Non
     "message",
     [
         m.AskRoute(file="c1", used=(use("b", -1),)),
-        m.AskRoute(file="c1", used=(m.SourceUse(source="b", bytes=1, s=float("nan")),)),
+        m.AskRoute(file="c1", used=(m.SourceUse(source="b", bytes=1, s=NAN),)),
         m.AskRoute(file="c1", received=-1),
         m.Loaded(version=1, digest="c1", slots=1, s=1.0, pulled_bytes=0, used=(use("b", -1),)),
+        *(m.Loaded(version=1, digest="c1", slots=1, s=1.0, pulled_bytes=0, apply_s=s) for s in (1e-308, -1.0, NAN)),
     ],
 )
 def test_impossible_reports_end_the_link(tmp_path: Path, message: object) -> None:
@@ -233,12 +250,21 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         fleet.offer(1)
         worker = Worker(fleet, "a")
         await worker.load()
+        fleet.dispatch.weights.directory._damaged.append("c1")
+        await worker.link.send(m.AskRoute(file="c1"))
+        assert await theirs.receive() == m.UploadAgain(files=("c1",))
         publishing = asyncio.create_task(trainer.publish(id="p"))
         assert await theirs.receive() == m.Publish(id="p", keep=("c1",))
         await theirs.send(m.Uploaded(file="c1", bytes=5, s=0.5, error=""))
         await theirs.send(m.PublishedVersion(version=2, digest="c2", weights=published(2)))
         assert (await publishing).update_bytes == DELTA.nbytes
         assert trainer.weights == published(2)
+        await theirs.close()
+        await serving
+        fleet.dispatch.weights.directory.wrong.add("c2")
+        ours, theirs = pair()
+        serving = asyncio.create_task(trainer.attend(ours, hello))
+        assert await theirs.receive() == m.UploadAgain(files=("c2",))
         await theirs.close()
         await serving
 

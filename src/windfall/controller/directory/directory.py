@@ -29,7 +29,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.controller.directory import updates
-from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, PeerUse, Reading, WeightHolder
+from windfall.controller.directory.holders import (
+    NO_WORKER,
+    WHOLE,
+    Contacts,
+    KnownFile,
+    Part,
+    PeerUse,
+    Reading,
+    WeightHolder,
+)
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
@@ -60,7 +69,8 @@ class Directory:
         """`region`: of the trainer and the bucket."""
         self.newest = ""
         self.wrong: set[str] = set()
-        """Files that are damaged in the bucket."""
+        """Files that are damaged in the bucket, until they are uploaded again."""
+        self._damaged: list[str] = []
         self.traffic: Traffic | None = None
         """Of the newest version."""
         self.usd = 0.0
@@ -100,7 +110,7 @@ class Directory:
                 self._copies[holder.id] = holding.file.digest
 
     def leave(self, id: str) -> None:
-        """A worker or a machine of the trainer (by its location) is gone. Its readers get other routes (`routed`)."""
+        """A worker or a machine of the trainer (by its id) is gone. Its readers get other routes (`routed`)."""
         if not self.knows(id):
             return
         self._left[id] = self._contacts.holders[id]
@@ -133,20 +143,21 @@ class Directory:
         for name, file in listed.items():
             self._files.setdefault(name, KnownFile(file, self._early.get(name, {})))
         self._early = {}
+        self.wrong &= self._files.keys()
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            about = WeightHolder(id=at, kind=kind, location=at, region=self._region, machine=each.machine)
-            self._contacts.holders[at] = about
-            gone.discard(at)
+            id = NO_WORKER + at
+            about = WeightHolder(id=id, kind=kind, location=at, region=self._region, machine=each.machine)
+            self._contacts.holders[id] = about
+            gone.discard(id)
             for holding in each.holds:
-                damaged = kind == "bucket" and holding.file.digest in self.wrong
-                if holding.file.digest in self._files and not damaged:
-                    self._files[holding.file.digest].held[at] = holding.ranges or WHOLE
+                if holding.file.digest in self._files:
+                    self._files[holding.file.digest].held[id] = normal(holding.ranges) or WHOLE
         for id in sorted(gone):
             self.leave(id)
         trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
         self._trainers = trainers or self._trainers
-        self._repair(self._files.values(), [each.location for each in files.holders], gained=True)
+        self._repair(self._files.values(), [NO_WORKER + each.location for each in files.holders], gained=True)
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
@@ -170,6 +181,8 @@ class Directory:
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
+            for reading in known.readings.values() if not failed else ():
+                reading.avoid.difference_update(buckets)
             self._repair([known], buckets, gained=not failed)
 
     # Readers
@@ -201,6 +214,8 @@ class Directory:
         if known is None or not (reader in known.readings or (copy and file in _names(copy))):
             for use in used:
                 self._take(reader, use, None)
+            if file == wanted:  # the copy that deltas should make: it has lost the one that they change
+                self._copies.pop(reader, None)
             return NO_ROUTE
         if reader not in known.readings:  # the deltas cannot be applied: it has lost its copy
             self.stopped(reader)
@@ -221,7 +236,7 @@ class Directory:
         if failed:
             self._repair(self._files.values(), failed)
         self._routed.pop((reader, file), None)
-        return self._route(reading)
+        return self._route(reader, reading)
 
     def progress(self, reader: str, received: int) -> None:
         """`received`: bytes of the reader's present load, about. The reader with most takes over from an importer."""
@@ -264,7 +279,12 @@ class Directory:
         """Routes to send to readers that did not ask, since the last call."""
         changed, self._routed = self._routed, {}
         still = [(r, self._files[name]) for r, name in changed if name in self._files]
-        return [(r, m.FileRoute(file=k.file, route=self._route(k.readings[r]))) for r, k in still if r in k.readings]
+        return [(r, m.FileRoute(file=k.file, route=self._route(r, k.readings[r]))) for r, k in still if r in k.readings]
+
+    def damaged(self) -> tuple[str, ...]:
+        """Files that the trainer must upload again, since the last call."""
+        out, self._damaged = tuple(self._damaged), []
+        return out
 
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
@@ -353,8 +373,8 @@ class Directory:
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
         near = WeightHolder(id="", kind="peer", region=self._region)
         slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
-        me = self._contacts.holders[reader]
-        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known).route(reading)
+        me, damaged = self._contacts.holders[reader], known.file.digest in self.wrong
+        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known, damaged).route(reading)
 
     def _find(self, reader: str, file: m.FileRef) -> Reading:
         """A reading with its route, which has not begun."""
@@ -371,7 +391,7 @@ class Directory:
             known, parts, reading.parts = self._files[file.digest], reading.parts, ()
             known.readings[reader] = reading
             self._set(known, reader, parts, "first")
-        return tuple(m.FileRoute(file=file, route=self._route(r)) for file, r in zip(plan, found, strict=True))
+        return tuple(m.FileRoute(file=file, route=self._route(reader, r)) for file, r in zip(plan, found, strict=True))
 
     def _end(self, known: KnownFile, reader: str) -> None:
         if reader in known.readings:
@@ -394,14 +414,17 @@ class Directory:
             importing = any(holders[id].across(me) for id in reading.sources)
             if importing and not reading.importing:
                 at_bytes = self._loads[reader].received
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": why}
+                cause = why.removeprefix(NO_WORKER)
+                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": cause}
                 self._events.append(("importer", {"region": me.region, **at}))
             reading.importing = importing
 
-    def _route(self, reading: Reading) -> m.ReadRoute:
-        ids = reading.sources
-        holders = [self._contacts.holders[id] for id in ids]
-        refs = tuple(m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine) for h in holders)
+    def _route(self, reader: str, reading: Reading) -> m.ReadRoute:
+        me, ids = self._contacts.holders[reader], reading.sources
+        refs = tuple(
+            m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine if me.shares_machine(h) else "")
+            for h in (self._contacts.holders[id] for id in ids)
+        )
         parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 
@@ -446,8 +469,11 @@ class Directory:
             return
         dropped = False
         if known is not None and use.why == "wrong" and source.kind == "bucket":
-            dropped = known.held.pop(use.source, None) is not None
-            self.wrong.add(known.file.digest)
+            known.readings[reader].avoid.add(use.source)
+            if known.file.digest not in self.wrong and self._contacts.report_damage(reader):
+                dropped = True
+                self.wrong.add(known.file.digest)
+                self._damaged.append(known.file.digest)
         elif use.why in ("unreachable", "wrong"):
             dropped = self._contacts.report(reader, use.source, use.why)
         elif known is not None:
@@ -455,8 +481,8 @@ class Directory:
             if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
                 dropped = known.held.pop(use.source, None) is not None
         if dropped:
-            file = known.file.digest if known is not None else ""
-            about = {"source": use.source, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
+            file, name = known.file.digest if known is not None else "", use.source.removeprefix(NO_WORKER)
+            about = {"source": name, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
             self._events.append(("source_dropped", about))
 
 

@@ -12,17 +12,18 @@ Rules:
 - A reader gets no worker again that it has reported as unreachable or wrong. After such reports from two machines no
   reader gets it, until it joins again. The trainer and the bucket it gets again if there is no other source: they are
   trusted, and a firewall is told from a bad moment by trying.
-- A reader that has reported three sources as wrong is not believed any more: its own memory is the likelier cause.
+- A reader that has reported three sources or files of the bucket as wrong is not believed any more: its own memory is
+  the likelier cause.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
-from windfall.weights.slices import covers
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""
@@ -30,6 +31,10 @@ BELIEVED_REPORTS = 2
 """Different sources that a reader may report as wrong before it is not believed."""
 ENOUGH_MACHINES = 2
 """Machines whose readers must report a source before no reader gets it."""
+
+NO_WORKER = "#"
+"""First character of the ids of the trainer's machines and of the bucket, before their locations. No worker's id begins
+with it (link/gate.py)."""
 
 PeerUse = Literal["all", "machine", "none"]
 """Which workers may be sources: all, those on the reader's machine, or none."""
@@ -46,12 +51,18 @@ class WeightHolder:
     machine: str = ""
     """Empty: not known, and shared with no other holder."""
     seen: str = ""
-    """Its address as the controller sees it."""
+    """Its address as the controller sees it; the same for all addresses of loopback."""
     own: str = ""
     """Its address as it knows it."""
+    loopback: bool = False
+    """Its weight server is reached only from its machine."""
 
     def shares_machine(self, other: WeightHolder) -> bool:
-        return bool(self.machine) and self.machine == other.machine
+        """A worker's machine is what it claims: the controller must also see both workers at the same address."""
+        if not self.machine or self.machine != other.machine:
+            return False
+        workers = self.kind == other.kind == "peer"
+        return not workers or self.seen == other.seen
 
     def across(self, other: WeightHolder) -> bool:
         """Whether a wide link, which costs money, is known to be between them."""
@@ -98,8 +109,9 @@ class KnownFile:
     """By holder: readers whose source it is."""
 
     def has(self, id: str, start: int, stop: int) -> bool:
-        ranges = self.held.get(id)
-        return ranges is not None and (ranges == WHOLE or covers(ranges, ((start, stop),)))
+        ranges = self.held.get(id, ())
+        i = bisect_right(ranges, start, key=lambda piece: piece[0]) - 1
+        return i >= 0 and stop <= ranges[i][1]
 
     def follows(self, reader: str) -> set[str]:
         """The readers of this file that a reader follows."""
@@ -131,6 +143,8 @@ class Contacts:
         self._peers = peers
         self._failed: dict[str, dict[str, str]] = {}
         """By source, then by reader: why it gets the source no more."""
+        self._damage: Counter[str] = Counter()
+        """By reader: files in the bucket that it has reported as damaged."""
         self.holders: dict[str, WeightHolder] = {}
         self.dropped: set[str] = set()
 
@@ -142,6 +156,7 @@ class Contacts:
     def remove(self, id: str) -> None:
         """Forget a holder with what was reported about it and by it."""
         self.holders.pop(id, None)
+        self._damage.pop(id, None)
         self.forgive(id)
         for reports in self._failed.values():
             reports.pop(id, None)
@@ -157,7 +172,7 @@ class Contacts:
             return False
         if me.shares_machine(holder):
             return self._peers != "none"
-        return self._peers == "all" and (holder.own == holder.seen or holder.seen == me.seen)
+        return self._peers == "all" and not holder.loopback and (holder.own == holder.seen or holder.seen == me.seen)
 
     def shunned(self, reader: str) -> set[str]:
         """What the reader has reported as unreachable or wrong."""
@@ -176,5 +191,11 @@ class Contacts:
         self.dropped.add(source)
         return True
 
+    def report_damage(self, reader: str) -> bool:
+        """Take a report that a file in the bucket is damaged. Whether it is believed."""
+        self._damage[reader] += 1
+        return self._believed(reader)
+
     def _believed(self, reader: str) -> bool:
-        return sum(reports.get(reader) == "wrong" for reports in self._failed.values()) <= BELIEVED_REPORTS
+        wrong = sum(reports.get(reader) == "wrong" for reports in self._failed.values())
+        return wrong + self._damage[reader] <= BELIEVED_REPORTS

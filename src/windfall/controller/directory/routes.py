@@ -10,18 +10,20 @@ Rules:
 - So a reader imports only if it can use no source in its region, and the next readers there follow it.
 - A holder has as many slots as the file's fan-out; readers on its machine and importers may take more. A slow holder
   has none.
-- Sources that a reader avoids come back if there is no other.
+- A file that is damaged in the bucket is read there only if no other source has it: the seals of its chunks protect the
+  reader, and most chunks are right. Sources that a reader avoids come back after that.
 - A reader gets one source of each byte, and asks for another if that fails. A second one in advance would be out of
   date by then, and nobody would balance the reads that go there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from windfall.controller.directory.holders import WHOLE, Contacts, KnownFile, Part, Reading, WeightHolder
+from windfall.controller.directory.holders import Contacts, KnownFile, Part, Reading, WeightHolder
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.link.messages import Ranges
 
@@ -60,12 +62,15 @@ class RouteSearch:
     slow: Collection[str]
     me: WeightHolder
     known: KnownFile
+    damaged: bool = False
+    """Whether the file is damaged in the bucket."""
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
         unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
-        parts = self._cover(reading.need, unfit, avoid)
-        return parts or (self._cover(reading.need, unfit, ()) if avoid else ())
+        buckets = {id for id in self.known.held if self.damaged and self.contacts.holders[id].kind == "bucket"}
+        attempts = dict.fromkeys(frozenset(left_out) for left_out in (avoid | buckets, avoid, buckets, ()))
+        return next((parts for left_out in attempts if (parts := self._cover(reading.need, unfit, left_out))), ())
 
     def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
         buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]
@@ -74,8 +79,9 @@ class RouteSearch:
             holders.pop(id, None)
         holders |= dict.fromkeys(id for id in buckets if id not in avoid)
         parts: list[Part] = []
+        cuts = sorted({edge for held in self.known.held.values() for piece in held for edge in piece})
         for need in ranges:
-            pieces = _pieces(self.known, *need)
+            pieces = _pieces(cuts, *need)
             whole = self._source(holders, unfit, *need, outside=False) if len(pieces) > 1 else None
             for start, stop in (need,) if whole else pieces:
                 found = whole or self._source(holders, unfit, start, stop, outside=True)
@@ -99,7 +105,7 @@ class RouteSearch:
             usd, far = self.prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
             return far, usd, id in self.slow, not known.has(id, start, stop) if far else known.load.get(id, 0)
 
-        near = (id for id in ids if me.machine and holders[id].machine == me.machine and serves(id))
+        near = (id for id in ids if me.shares_machine(holders[id]) and serves(id))
         free = (id for id in ids if self._free(id) and serves(id))
         rest = (id for id in ids if (outside or holders[id].region == me.region) and serves(id))
         return next(near, None) or next(free, None) or min(rest, key=cost, default=None)
@@ -112,8 +118,6 @@ class RouteSearch:
         return holder.region == self.me.region and not self.prices.usd_per_gb(self.me, holder)
 
 
-def _pieces(known: KnownFile, start: int, stop: int) -> list[tuple[int, int]]:
+def _pieces(cuts: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
     """These bytes, cut where the ranges of a holder begin or end."""
-    cuts = {edge for ranges in known.held.values() if ranges != WHOLE for piece in ranges for edge in piece}
-    edges = [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
-    return list(pairwise(edges))
+    return list(pairwise([start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]))

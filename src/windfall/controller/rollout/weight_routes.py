@@ -14,6 +14,10 @@ from windfall.controller.scheduling.members import Member
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import clip
+from windfall.link.network import host_of, is_loopback, plain_address
+
+LEAST_APPLY_S, MOST_APPLY_S = 1e-6, 1e6
+"""Applying deltas takes a time between these, if there are any. Others would spoil the mean of all workers."""
 
 
 class WeightRoutes:
@@ -22,6 +26,8 @@ class WeightRoutes:
     ) -> None:
         self.directory = directory
         self._accounts, self._events, self._send = accounts, events, send
+        self.upload_again: Callable[[tuple[str, ...]], None] = lambda files: None
+        """Tells the trainer that these files are damaged in the bucket."""
 
     # The trainer
 
@@ -43,11 +49,16 @@ class WeightRoutes:
 
     def join(self, member: Member, hello: m.Hello, seen: str) -> None:
         """`seen`: the worker's address, as the controller sees it. An engine of the trainer that names no machine reads
-        nothing: it has the trainer's weights."""
+        nothing: it has the trainer's weights. A location elsewhere than at the worker's own address is ignored."""
         if not member.local or hello.machine:
             region, machine = hello.lease.region, hello.machine
-            at = {"location": hello.location, "seen": seen, "own": hello.own_address}
-            holder = WeightHolder(id=member.id, kind="peer", region=region, machine=machine, **at)
+            seen = plain_address(seen)
+            own, host = hello.own_address, host_of(hello.location)
+            location = hello.location if host and (host == own.lower() or is_loopback(host)) else ""
+            at = {"location": location, "seen": "localhost" if is_loopback(seen) else seen, "own": plain_address(own)}
+            holder = WeightHolder(
+                id=member.id, kind="peer", region=region, machine=machine, loopback=is_loopback(host), **at
+            )
             self.directory.join(holder, hello.holds)
             self._pass_on()
 
@@ -82,6 +93,8 @@ class WeightRoutes:
 
     def loaded(self, member: Member, message: m.Loaded) -> None:
         self._check(member, message.used)
+        if message.apply_s and not LEAST_APPLY_S <= message.apply_s <= MOST_APPLY_S:
+            raise Malformed(f"took {message.apply_s} s to apply deltas")
         if self.directory.knows(member.id):
             now_s = asyncio.get_running_loop().time()
             self.directory.loaded(member.id, message.digest, message.used, now_s, message.apply_s)
@@ -106,4 +119,6 @@ class WeightRoutes:
                 self._events.scalar(name, step=fields["version"], **fields)
             else:
                 self._events.instant(name, **fields)
+        if damaged := self.directory.damaged():
+            self.upload_again(damaged)
         self._accounts.traffic_usd = self.directory.usd

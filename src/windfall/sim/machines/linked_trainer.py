@@ -108,9 +108,13 @@ class LinkedTrainer:
     async def _serve(self) -> None:
         link, orders = self._link, self._orders
         while (order := await orders.get()) is not None:
-            reply = await self._execute(order)
-            if link is not None:
-                link.send_to_controller(reply)  # does nothing if the link has closed meanwhile
+            if isinstance(order, m.UploadAgain):  # uploads take no time
+                replies = [m.Uploaded(file=file, bytes=0, s=0.0) for file in order.files]
+            else:
+                replies = [await self._execute(order)]
+            for reply in replies:
+                if link is not None:
+                    link.send_to_controller(reply)  # does nothing if the link has closed meanwhile
 
     # orders
 

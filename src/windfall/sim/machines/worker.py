@@ -90,7 +90,7 @@ class SimWorker:
         self._paused = self._training = self.finished = False
         self.store = spec.net and WeightStore(
             net=spec.net,
-            location=spec.name,
+            location=f"http://{spec.name}",
             region=spec.lease.region,
             up_per_s=spec.up_per_s,
             down_per_s=spec.down_per_s,
@@ -115,7 +115,7 @@ class SimWorker:
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease, version=version,
             digest=digest, age_s=now - self._started_s, lends=self.spec.lends,
-            location="" if self.store is None or self.spec.lends else self.spec.name, own_address=self.spec.name,
+            location="" if self.store is None or self.spec.lends else self.store.location, own_address=self.spec.name,
             holds=tuple(m.Holding(file=file) for file in self.store.complete) if self.store is not None else (),
         )  # fmt: skip
         self._attending = self._loop.create_task(self._attend(self.link, hello), name=f"attend {self.spec.name}")

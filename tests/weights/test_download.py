@@ -221,6 +221,22 @@ def test_checksums_suffice_for_a_trusted_source_only() -> None:
                 Read(a, manifest=unsealed).run()
 
 
+def test_a_source_is_trusted_only_if_all_of_its_bytes_of_a_chunk_are() -> None:
+    unsealed, trust = manifest_of(DATA, seals=bytes(32 * 6)), iter([True, False])
+
+    class Changing(MemoryShelf):
+        def connect(self, stopped: Callable[[], bool] = lambda: False) -> Source:
+            source = super().connect(stopped)
+            source.trusted = next(trust, True)
+            return source
+
+    a = Changing("a", "peer")
+    a.files[unsealed.digest] = unsealed, bytearray(DATA), set(range(6))
+    a.fault = lambda stage, at: broken_from("read", 20_000)(stage, at) if len(a.opened) == 1 else None
+    Read(a, manifest=unsealed).run()
+    assert [start for start, _ in a.opened][:3] == [0, 20_000, 0]  # the mixed chunk has no seal, so it is read again
+
+
 def test_follows_a_source_that_is_being_filled() -> None:
     a = shelf("a", "peer", chunks=0)
     read = Read(a, answer=lambda question: None)

@@ -152,7 +152,7 @@ class Download:
                 limit = self._bounds[chunk + 1]
                 n = source.read_into(self.view[at : min(limit, promised)])
                 at += n
-                senders[source.ref.id] = source.trusted
+                senders[source.ref.id] = senders.get(source.ref.id, True) and source.trusted
                 with self._lock:
                     self._received += n
                 self.sources.count(source.ref.id, n)

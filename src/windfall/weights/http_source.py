@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from windfall.link.messages import SourceRef
@@ -77,6 +77,13 @@ class HttpSource:
 
     def close(self) -> None:
         self._sock.close()
+
+    def ends(self) -> tuple[Any, Any]:
+        """The addresses of the connection: the server's and this process's."""
+        try:
+            return self._sock.getpeername(), self._sock.getsockname()
+        except OSError as e:
+            raise self._broken(f"connecting: {e}") from e
 
     def _connect(self, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
         limit_s = min(timeout_s, PEER_CONNECT_S if self.ref.kind == "peer" else CONNECT_S)

@@ -2,7 +2,8 @@
 
 The server answers a request with a handle of its buffer. The reader opens the buffer through /proc, which only a
 process of the same user can, and copies from it: no byte passes through a socket. If it cannot open the buffer (another
-user, another container), it reads over the socket.
+user, another container), it reads over the socket. `connect` (source.py) uses this source only if the address of the
+connection shows that the server is on this machine.
 """
 
 from __future__ import annotations

@@ -80,11 +80,16 @@ def connect(
     ref: SourceRef, *, key: str, tls: ssl.SSLContext | None, timeout_s: float, stopped: Callable[[], bool]
 ) -> Source:
     """`timeout_s`: after how long without a byte the source counts as broken; a worker's limit is shorter."""
+    from windfall.link.listener import is_same_machine
     from windfall.weights.bucket import BucketSource
     from windfall.weights.http_source import HttpSource
     from windfall.weights.machine_source import MachineSource
 
     if ref.kind == "bucket":
         return BucketSource(ref, timeout_s=timeout_s, stopped=stopped)
-    kind = MachineSource if ref.machine and ref.machine == machine() else HttpSource
-    return kind(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)
+    if ref.machine and ref.machine == machine():
+        source = MachineSource(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)
+        if is_same_machine(*source.ends()):
+            return source
+        source.close()  # a worker can claim any machine. The key was not sent yet.
+    return HttpSource(ref, key=key, tls=tls, timeout_s=timeout_s, stopped=stopped)

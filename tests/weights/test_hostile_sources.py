@@ -1,0 +1,87 @@
+"""Peers that lie about where they are, trickle, or answer nonsense: a reader notices, and goes on elsewhere."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+
+import pytest
+
+from tests.support.weight_shelves import CHUNK, KEY, ServedShelf, some_bytes
+from windfall.link import listener
+from windfall.link.messages import SourceRef
+from windfall.weights.buffers import machine
+from windfall.weights.http_source import HttpSource
+from windfall.weights.source import Source, SourceBroken, connect
+
+Answer = Callable[[socket.socket], None]
+
+
+class Peer:
+    """A server that receives a request and then does what `answer` does with the connection."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.requests: list[bytes] = []
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.location = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def connect(self, *, claim: str = "", tls: ssl.SSLContext | None = None) -> Source:
+        ref = SourceRef(id="peer", kind="peer", location=self.location, machine=claim)
+        return connect(ref, key=KEY, tls=tls, timeout_s=5.0, stopped=lambda: False)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with suppress(OSError), sock:
+            while request := sock.recv(1 << 16):
+                self.requests.append(request)
+                self._answer(sock)
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[[Answer], Peer]]:
+    peers: list[Peer] = []
+
+    def make(answer: Answer) -> Peer:
+        peers.append(Peer(answer))
+        return peers[-1]
+
+    yield make
+    for each in peers:
+        each.close()
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every address is that of another machine."""
+    monkeypatch.setattr(listener, "is_same_machine", lambda peer, own: False)
+
+
+@pytest.mark.usefixtures("remote")
+def test_a_claimed_machine_is_not_believed() -> None:
+    shelf = ServedShelf(by_handle=True, kind="peer")
+    file = shelf.hold(some_bytes(CHUNK)).digest
+    with closing(shelf.connect()) as source:
+        source.open(file, 0, CHUNK)
+        assert type(source) is HttpSource
+        assert not source.trusted
+    shelf.close()
+
+
+@pytest.mark.usefixtures("remote")
+def test_a_claimed_machine_does_not_get_the_key_unencrypted(peer: Callable[[Answer], Peer]) -> None:
+    liar = peer(lambda sock: None)
+    with pytest.raises(SourceBroken, match="TLS is configured"):
+        liar.connect(claim=machine(), tls=ssl.create_default_context()).manifest("0" * 64)
+    assert not liar.requests

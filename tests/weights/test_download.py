@@ -320,13 +320,27 @@ def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.monotonic() - began < 5
 
 
-def test_an_unexpected_error_is_raised() -> None:
-    a = shelf("a")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [OSError, MemoryError, UnicodeError])
+def test_any_error_of_a_source_is_a_failure_of_that_source(stage: str, error: type[Exception]) -> None:
+    a, b = shelf("a", "peer"), shelf("b")
 
-    def fault(stage: str, at: int) -> None:
-        if stage == "read":
-            raise ZeroDivisionError
+    def fault(now: str, at: int) -> None:
+        if now == stage:
+            raise error("odd")
 
     a.fault = fault
+    read = Read(a, b, answer=lambda question: None).run()
+    assert set(read.why()) == {("a", "unreachable")}
+
+
+def test_an_error_of_the_reader_itself_is_raised() -> None:
+    a = shelf("a")
+    read = Read(a, parallel=3)
+
+    def of(stop: int) -> tuple[SourceRef, ...]:
+        raise ZeroDivisionError
+
+    read.sources.of = of  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Read(a, parallel=3).run()
+        read.run()

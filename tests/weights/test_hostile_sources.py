@@ -68,6 +68,17 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "is_same_machine", lambda peer, own: False)
 
 
+@pytest.mark.parametrize("status", ["206", "²06", "2" * 16])
+@pytest.mark.parametrize("length", ["²", "1" * 5000, "-1", ""])
+def test_numbers_that_are_none_break_the_source(peer: Callable[[Answer], Peer], status: str, length: str) -> None:
+    head = f"HTTP/1.1 {status} OK\r\nContent-Length: {length}\r\n\r\n".encode("latin-1")
+    with (
+        closing(peer(lambda sock: sock.sendall(head)).connect()) as source,
+        pytest.raises(SourceBroken, match="unlike a weight server"),
+    ):
+        source.open("0" * 64, 0, 10)
+
+
 @pytest.mark.usefixtures("remote")
 def test_a_claimed_machine_is_not_believed() -> None:
     shelf = ServedShelf(by_handle=True, kind="peer")

@@ -106,11 +106,15 @@ class FileSources:
                 source = self._connect(ref, self.stopped)
             use(source)
             return source
-        except SourceBroken as e:
+        except PullFailed:
+            raise
+        except Exception as e:  # fault boundary: whatever a source causes, another one may do better
             if isinstance(e, SourceWaits) and self._may_wait(ref.id):
                 return source
             if source is not None:
                 source.close()
+            if not isinstance(e, SourceBroken):
+                e = SourceBroken(f"{ref.kind} {ref.location}: {type(e).__name__}: {e}")
             self._fail(ref.id, e, began_s)
             return None
 

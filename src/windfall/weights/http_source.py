@@ -136,10 +136,10 @@ class HttpSource:
         head, _, self._buffered = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status, length = first.split(" ")[1:2], fields.get("content-length", "")
-        if not first.startswith("HTTP/1.") or not status or not status[0].isdigit() or not length.isdigit():
+        numbers = *first.split(" ")[1:2], fields.get("content-length", "")
+        if not first.startswith("HTTP/1.") or len(numbers) != 2 or not all(map(_is_number, numbers)):
             raise self._broken(f"it answered {path} unlike a weight server")
-        return int(status[0]), int(length)
+        return int(numbers[0]), int(numbers[1])
 
     def _raise_refused(self, path: str, status: int, length: int) -> NoReturn:
         why = self._read(min(length, MAX_WHY_BYTES)).decode(errors="replace").strip()
@@ -177,3 +177,7 @@ class HttpSource:
 
     def _broken(self, what: str) -> SourceBroken:
         return SourceBroken(self._named(what))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16

@@ -79,6 +79,15 @@ def test_numbers_that_are_none_break_the_source(peer: Callable[[Answer], Peer], 
         source.open("0" * 64, 0, 10)
 
 
+def test_an_endless_handle_breaks_the_source(peer: Callable[[Answer], Peer]) -> None:
+    head = b"HTTP/1.1 206 OK\r\nContent-Length: 5000\r\n\r\n" + bytes(5000)
+    with (
+        closing(peer(lambda sock: sock.sendall(head)).connect(claim=machine())) as source,
+        pytest.raises(SourceBroken, match="has 5000 bytes; the limit is 4096"),
+    ):
+        source.open("0" * 64, 0, 10)
+
+
 @pytest.mark.usefixtures("remote")
 def test_a_claimed_machine_is_not_believed() -> None:
     shelf = ServedShelf(by_handle=True, kind="peer")

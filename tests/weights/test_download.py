@@ -12,6 +12,7 @@ import pytest
 from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_to, some_bytes
 from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
 from windfall.weights import download, file_sources
+from windfall.weights import source as sources_module
 from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import FileSources, PullFailed
 from windfall.weights.source import Source, SourceBroken, SourceGone, SourceStalled
@@ -256,6 +257,24 @@ def test_a_source_that_gets_no_further_is_stalled() -> None:
     read = Read(a, b, answer=lambda question: None).run()
     assert read.why() == [("a", "stalled")]
     assert a.read_bytes == 2 * CHUNK
+
+
+def test_a_source_that_trickles_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends one piece after the other, but too slowly."""
+    monkeypatch.setattr(sources_module, "PACE_S", 0.1)
+    a, b = shelf("a", "peer"), shelf("b")
+    a.fault = lambda stage, at: time.sleep(0.03) if stage == "read" else None
+    read = Read(a, b, answer=lambda question: None).run()
+    assert ("a", "stalled") in read.why()
+    assert a.read_bytes < 2 * CHUNK
+
+
+def test_a_byte_per_connection_is_no_progress() -> None:
+    a, b = shelf("a", "peer"), shelf("b")
+    a.fault = lambda stage, at: broken_from("read")(stage, at) if a.opened and at > a.opened[-1][0] else None
+    read = Read(a, b, answer=lambda question: None).run()
+    assert len(a.opened) <= 3
+    assert ("a", "unreachable") in read.why()
 
 
 def test_another_route_ends_the_wait_for_a_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
@@ -13,9 +14,11 @@ import pytest
 from tests.support.weight_shelves import CHUNK, KEY, ServedShelf, some_bytes
 from windfall.link import listener
 from windfall.link.messages import SourceRef
+from windfall.weights import http_source
+from windfall.weights import source as sources_module
 from windfall.weights.buffers import machine
 from windfall.weights.http_source import HttpSource
-from windfall.weights.source import Source, SourceBroken, connect
+from windfall.weights.source import Source, SourceBroken, SourceStalled, connect
 
 Answer = Callable[[socket.socket], None]
 
@@ -77,6 +80,33 @@ def test_numbers_that_are_none_break_the_source(peer: Callable[[Answer], Peer], 
         pytest.raises(SourceBroken, match="unlike a weight server"),
     ):
         source.open("0" * 64, 0, 10)
+
+
+def test_a_header_has_one_time_limit(peer: Callable[[Answer], Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_source, "PEER_SILENT_S", 0.5)
+
+    def trickle(sock: socket.socket) -> None:
+        for _ in range(40):
+            sock.sendall(b"x")
+            time.sleep(0.1)
+
+    began_s = time.monotonic()
+    with closing(peer(trickle).connect()) as source, pytest.raises(SourceStalled):
+        source.open("0" * 64, 0, 10)
+    assert time.monotonic() - began_s < 2
+
+
+def test_a_manifest_that_trickles_stalls(peer: Callable[[Answer], Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "PACE_S", 0.5)
+
+    def trickle(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n")
+        for _ in range(40):
+            sock.sendall(b"x")
+            time.sleep(0.1)
+
+    with closing(peer(trickle).connect()) as source, pytest.raises(SourceStalled, match="too slowly"):
+        source.manifest("0" * 64)
 
 
 def test_an_endless_handle_breaks_the_source(peer: Callable[[Answer], Peer]) -> None:

@@ -2,12 +2,15 @@
 
 Rules:
 
-- The next source of a part is the one that has failed least since its last byte; among equals, the first of the route.
-  After a break in the middle of its bytes, a source gets a second chance before that counts.
+- The next source of a part is the one that has failed least since its last verified chunk; among equals, the first of the
+  route. After a break behind a verified chunk, a source gets a second chance before that counts.
 - Each failure is reported with `ask`, and a new route (`reroute`, at any time, also unasked) replaces the old one. The
   reader waits for it for ASK_S, then goes on along the route that it has: the controller may be gone.
-- A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a byte it has.
-- If every source of a part has failed `tries` times in a row without a byte, or sent wrong bytes, the read fails.
+- A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a verified
+  chunk it has.
+- A source that sends too slowly (PACE_BYTES in PACE_S) has stalled.
+- If every source of a part has failed `tries` times in a row without a verified chunk, or sent wrong bytes, the read
+  fails.
 - Every wait ends within POLL_S after `stop` is set.
 """
 
@@ -16,13 +19,22 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from windfall.backoff import delay_s
 from windfall.link.messages import AskRoute, ReadRoute, SourceRef, SourceUse
-from windfall.weights.source import Source, SourceBroken, SourceWaits, SourceWrong
+from windfall.weights.source import (
+    PACE_BYTES,
+    PACE_S,
+    Pace,
+    Source,
+    SourceBroken,
+    SourceStalled,
+    SourceWaits,
+    SourceWrong,
+)
 
 POLL_S = 0.25
 ASK_S, ASK_AGAIN_S = 2.0, 1.0
@@ -66,8 +78,9 @@ class FileSources:
         self._on_bytes = on_bytes
         self._changed = threading.Condition()
         self._given_up = False
-        self._failures: Counter[str] = Counter()  # by source: in a row without a byte; -1: its last answer had bytes
+        self._failures: Counter[str] = Counter()  # by source: in a row without a verified chunk; -1: it has sent one
         self._failed_s: dict[str, float] = {}  # by source: when that was counted last
+        self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by source
         self._errors: dict[str, str] = {}  # by source: how it failed
         self._waits_s: dict[str, float] = {}  # by source: since when it has no more of the file
         self._uses: dict[str, tuple[int, float, float]] = {}  # by source: bytes, first and last second
@@ -124,10 +137,20 @@ class FileSources:
             now_s = time.monotonic()
             n, first_s, _ = self._uses.get(id, (0, now_s, now_s))
             self._uses[id] = n + nbytes, first_s, now_s
+            self._on_bytes(nbytes)
+
+    def check_pace(self, id: str, nbytes: int, began_s: float) -> None:
+        """The reader has waited for these bytes since `began_s`. Raises SourceStalled if the source is too slow."""
+        with self._changed:
+            if not self._paces[id].add(nbytes, began_s):
+                raise SourceStalled(f"{id} sent less than {PACE_BYTES >> 20} MiB in {PACE_S:g} s")
+
+    def verify(self, id: str) -> None:
+        """The last bytes of a chunk have come from this source, and the chunk is verified."""
+        with self._changed:
             self._waits_s.pop(id, None)
             if self._failures[id] < self._tries:
                 self._failures[id] = -1
-            self._on_bytes(nbytes)
 
     def report_slow(self) -> None:
         """Report all sources that send, but slowly."""

@@ -23,6 +23,7 @@ from windfall.weights.source import (
     CONNECT_S,
     PEER_CONNECT_S,
     PEER_SILENT_S,
+    Pace,
     SourceBroken,
     SourceGone,
     SourceStalled,
@@ -73,7 +74,7 @@ class HttpSource:
             n = min(len(view), len(self._buffered))
             view[:n], self._buffered = self._buffered[:n], self._buffered[n:]
             return n
-        return self._receive(view, self._flags)
+        return self._receive(view, self._flags, time.monotonic())
 
     def close(self) -> None:
         self._sock.close()
@@ -128,11 +129,11 @@ class HttpSource:
         return length
 
     def _read_head(self, path: str) -> tuple[int, int]:
-        data, piece = b"", bytearray(4096)
+        data, piece, began_s = b"", bytearray(4096), time.monotonic()
         while b"\r\n\r\n" not in data:
             if len(data) > MAX_HEAD_BYTES:
                 raise self._broken(f"it answered {path} with a header of more than {MAX_HEAD_BYTES} bytes")
-            data += piece[: self._receive(memoryview(piece), 0)]
+            data += piece[: self._receive(memoryview(piece), 0, began_s)]
         head, _, self._buffered = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -150,21 +151,24 @@ class HttpSource:
         raise SourceGone(self._named(what)) if status in (404, 410) else self._broken(what)
 
     def _read(self, length: int) -> bytes:
-        data, at = bytearray(length), 0
+        data, at, pace = bytearray(length), 0, Pace()
         while at < length:
-            at += self.read_into(memoryview(data)[at:])
+            began_s = time.monotonic()
+            at += (n := self.read_into(memoryview(data)[at:]))
+            if not pace.add(n, began_s):
+                raise SourceStalled(self._named("sends too slowly"))
         return bytes(data)
 
-    def _receive(self, view: memoryview, flags: int) -> int:
-        started = time.monotonic()
+    def _receive(self, view: memoryview, flags: int, began_s: float) -> int:
+        """`began_s`: when the wait for these bytes began, which has a limit (monotonic clock, seconds)."""
         while True:
             if self._stopped():
                 raise self._broken("stopped")
+            if time.monotonic() - began_s >= self._silent_s:
+                raise SourceStalled(self._named(f"sent no byte for {self._silent_s:g} s, or no whole header"))
             try:
                 n = self._sock.recv_into(view, 0, flags) if flags else self._sock.recv_into(view)
-            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as e:
-                if time.monotonic() - started >= self._silent_s:
-                    raise SourceStalled(self._named(f"sent no byte for {self._silent_s:g} s")) from e
+            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
                 continue
             except OSError as e:
                 raise self._broken(f"reading: {e}") from e

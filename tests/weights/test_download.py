@@ -305,6 +305,21 @@ def test_without_a_route_the_reader_asks_until_there_is_one() -> None:
         Read(a, route=ReadRoute(sources=(), parts=()), answer=lambda question: None).run()
 
 
+@pytest.mark.parametrize("kind", ["unknown", "broken", "waiting"])
+def test_a_read_without_a_byte_fails_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "NO_BYTE_S", 0.3)
+    monkeypatch.setattr(file_sources, "NO_SOURCE_S", 3.0)
+    monkeypatch.setattr(file_sources, "WAIT_S", 3.0)
+    a = shelf("a", "peer", chunks=0 if kind == "waiting" else 6)
+    if kind == "broken":
+        a.fault = broken_from("connect")
+    route = ReadRoute(sources=(), parts=()) if kind == "unknown" else None
+    began_s = time.monotonic()
+    with pytest.raises(PullFailed, match="no byte for"):
+        Read(a, route=route, answer=lambda question: None, tries=100).run()
+    assert time.monotonic() - began_s < 2
+
+
 def test_each_part_comes_from_its_own_source() -> None:
     a, b = shelf("a"), shelf("b")
     cuts = (0, 2 * CHUNK, 3 * CHUNK, len(DATA))

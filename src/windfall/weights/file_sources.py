@@ -2,8 +2,8 @@
 
 Rules:
 
-- The next source of a part is the one that has failed least since its last verified chunk; among equals, the first of the
-  route. After a break behind a verified chunk, a source gets a second chance before that counts.
+- The next source of a part is the one that has failed least since its last verified chunk; among equals, the first of
+  the route. After a break behind a verified chunk, a source gets a second chance before that counts.
 - Each failure is reported with `ask`, and a new route (`reroute`, at any time, also unasked) replaces the old one. The
   reader waits for it for ASK_S, then goes on along the route that it has: the controller may be gone.
 - A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a verified
@@ -11,6 +11,7 @@ Rules:
 - A source that sends too slowly (PACE_BYTES in PACE_S) has stalled.
 - If every source of a part has failed `tries` times in a row without a verified chunk, or sent wrong bytes, the read
   fails.
+- After NO_BYTE_S without a byte of any file of the pull, the read fails, too.
 - Every wait ends within POLL_S after `stop` is set.
 """
 
@@ -41,6 +42,8 @@ ASK_S, ASK_AGAIN_S = 2.0, 1.0
 WAIT_S, WAIT_POLL_S = 15.0, 0.02
 NO_SOURCE_S = 30.0
 """How long to ask for sources if none is known."""
+NO_BYTE_S = 100.0
+"""A pull without a byte for this long (seconds) fails. worker_link.py ends a worker whose pull takes longer to fail."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 Ask = Callable[[AskRoute], None]
@@ -64,13 +67,17 @@ class FileSources:
         stop: threading.Event,
         tries: int,
         on_bytes: Callable[[int], None],
+        received_s: float | None = None,
     ) -> None:
-        """`file`: its digest. `connect`: as in source.py, from a reference and `stopped`."""
+        """`file`: its digest. `connect`: as in source.py, from a reference and `stopped`. `received_s`: when the last
+        byte of another file of the same pull came, or the pull began (monotonic clock, seconds)."""
         self.file = file
         self.route = route
         self.verified: Callable[[], int] = lambda: 0
         """Bytes from the start of the file that the reader has."""
         self.retries = 0
+        self.received_s = time.monotonic() if received_s is None else received_s
+        """When the last byte came, or the pull began (monotonic clock, seconds)."""
         self._connect = connect
         self._ask = ask
         self._stop = stop
@@ -134,7 +141,7 @@ class FileSources:
     def count(self, id: str, nbytes: int) -> None:
         """These bytes have come from a source."""
         with self._changed:
-            now_s = time.monotonic()
+            now_s = self.received_s = time.monotonic()
             n, first_s, _ = self._uses.get(id, (0, now_s, now_s))
             self._uses[id] = n + nbytes, first_s, now_s
             self._on_bytes(nbytes)
@@ -170,6 +177,7 @@ class FileSources:
             while not (found := self.of(stop)):
                 if self._ask is None or time.monotonic() - asking_s > NO_SOURCE_S:
                     raise PullFailed(f"no source of {self.file} is known")
+                self._check_silence()
                 self._ask_and_wait("")
                 self._pause(0.0 if self.of(stop) else ASK_AGAIN_S)
             ref = min(found, key=lambda ref: self._failures[ref.id])
@@ -178,6 +186,7 @@ class FileSources:
                 raise PullFailed(f"{self.file}: " + "; ".join(self._errors[ref.id] for ref in found))
             if failures > 0:
                 self._pause(delay_s(failures - 1, first_s=FIRST_DELAY_S, limit_s=LONGEST_DELAY_S))
+            self._check_silence()
             now_s = time.monotonic()
             self._uses.setdefault(ref.id, (0, now_s, now_s))
             return ref
@@ -201,6 +210,7 @@ class FileSources:
         with self._changed:
             waited_s = time.monotonic() - self._waits_s.setdefault(id, time.monotonic())
             self._pause(WAIT_POLL_S)
+            self._check_silence()
             return waited_s < WAIT_S
 
     def _report(self, why: str, *ids: str) -> None:
@@ -219,6 +229,11 @@ class FileSources:
             self._check_stop()
             self._changed.wait(min(left_s, POLL_S))
         self._check_stop()
+
+    def _check_silence(self) -> None:
+        if time.monotonic() - self.received_s > NO_BYTE_S:
+            why = "; ".join(["", *self._errors.values()])
+            raise PullFailed(f"{self.file}: no byte for {NO_BYTE_S:g} s{why}")
 
     def _check_stop(self) -> None:
         if self.stopped():

@@ -12,6 +12,7 @@ import pytest
 from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_to, some_bytes
 from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
 from windfall.weights import download, file_sources
+from windfall.weights import source as sources_module
 from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import FileSources, PullFailed
 from windfall.weights.source import Source, SourceBroken, SourceGone, SourceStalled
@@ -221,6 +222,22 @@ def test_checksums_suffice_for_a_trusted_source_only() -> None:
                 Read(a, manifest=unsealed).run()
 
 
+def test_a_source_is_trusted_only_if_all_of_its_bytes_of_a_chunk_are() -> None:
+    unsealed, trust = manifest_of(DATA, seals=bytes(32 * 6)), iter([True, False])
+
+    class Changing(MemoryShelf):
+        def connect(self, stopped: Callable[[], bool] = lambda: False) -> Source:
+            source = super().connect(stopped)
+            source.trusted = next(trust, True)
+            return source
+
+    a = Changing("a", "peer")
+    a.files[unsealed.digest] = unsealed, bytearray(DATA), set(range(6))
+    a.fault = lambda stage, at: broken_from("read", 20_000)(stage, at) if len(a.opened) == 1 else None
+    Read(a, manifest=unsealed).run()
+    assert [start for start, _ in a.opened][:3] == [0, 20_000, 0]  # the mixed chunk has no seal, so it is read again
+
+
 def test_follows_a_source_that_is_being_filled() -> None:
     a = shelf("a", "peer", chunks=0)
     read = Read(a, answer=lambda question: None)
@@ -240,6 +257,24 @@ def test_a_source_that_gets_no_further_is_stalled() -> None:
     read = Read(a, b, answer=lambda question: None).run()
     assert read.why() == [("a", "stalled")]
     assert a.read_bytes == 2 * CHUNK
+
+
+def test_a_source_that_trickles_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends one piece after the other, but too slowly."""
+    monkeypatch.setattr(sources_module, "PACE_S", 0.1)
+    a, b = shelf("a", "peer"), shelf("b")
+    a.fault = lambda stage, at: time.sleep(0.03) if stage == "read" else None
+    read = Read(a, b, answer=lambda question: None).run()
+    assert ("a", "stalled") in read.why()
+    assert a.read_bytes < 2 * CHUNK
+
+
+def test_a_byte_per_connection_is_no_progress() -> None:
+    a, b = shelf("a", "peer"), shelf("b")
+    a.fault = lambda stage, at: broken_from("read")(stage, at) if a.opened and at > a.opened[-1][0] else None
+    read = Read(a, b, answer=lambda question: None).run()
+    assert len(a.opened) <= 3
+    assert ("a", "unreachable") in read.why()
 
 
 def test_another_route_ends_the_wait_for_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +303,21 @@ def test_without_a_route_the_reader_asks_until_there_is_one() -> None:
     assert len(read.asked) == 3
     with pytest.raises(PullFailed, match=r"no source of .* is known"):
         Read(a, route=ReadRoute(sources=(), parts=()), answer=lambda question: None).run()
+
+
+@pytest.mark.parametrize("kind", ["unknown", "broken", "waiting"])
+def test_a_read_without_a_byte_fails_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "NO_BYTE_S", 0.3)
+    monkeypatch.setattr(file_sources, "NO_SOURCE_S", 3.0)
+    monkeypatch.setattr(file_sources, "WAIT_S", 3.0)
+    a = shelf("a", "peer", chunks=0 if kind == "waiting" else 6)
+    if kind == "broken":
+        a.fault = broken_from("connect")
+    route = ReadRoute(sources=(), parts=()) if kind == "unknown" else None
+    began_s = time.monotonic()
+    with pytest.raises(PullFailed, match="no byte for"):
+        Read(a, route=route, answer=lambda question: None, tries=100).run()
+    assert time.monotonic() - began_s < 2
 
 
 def test_each_part_comes_from_its_own_source() -> None:
@@ -304,13 +354,27 @@ def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.monotonic() - began < 5
 
 
-def test_an_unexpected_error_is_raised() -> None:
-    a = shelf("a")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [OSError, MemoryError, UnicodeError])
+def test_any_error_of_a_source_is_a_failure_of_that_source(stage: str, error: type[Exception]) -> None:
+    a, b = shelf("a", "peer"), shelf("b")
 
-    def fault(stage: str, at: int) -> None:
-        if stage == "read":
-            raise ZeroDivisionError
+    def fault(now: str, at: int) -> None:
+        if now == stage:
+            raise error("odd")
 
     a.fault = fault
+    read = Read(a, b, answer=lambda question: None).run()
+    assert set(read.why()) == {("a", "unreachable")}
+
+
+def test_an_error_of_the_reader_itself_is_raised() -> None:
+    a = shelf("a")
+    read = Read(a, parallel=3)
+
+    def of(stop: int) -> tuple[SourceRef, ...]:
+        raise ZeroDivisionError
+
+    read.sources.of = of  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Read(a, parallel=3).run()
+        read.run()

@@ -15,9 +15,9 @@ import pytest
 
 from windfall.link import messages as m
 from windfall.weights import manifest
-from windfall.weights.buffers import Buffer, BufferHandle
+from windfall.weights.buffers import HANDLE_TYPE, Buffer, BufferHandle
 from windfall.weights.held_files import HeldFile, HeldFiles, UploadLimit, Withdrawn
-from windfall.weights.serve import HANDLE, RunningServer, serve_in_thread
+from windfall.weights.serve import RunningServer, serve_in_thread
 
 KEY, CHUNK = "a-key-for-tests", 1 << 16
 
@@ -168,7 +168,7 @@ def test_half_filled_file_serves_its_finished_part(serving: Callable[..., Runnin
 def test_reader_of_this_machine_reads_through_the_handle(serving: Callable[..., RunningServer]) -> None:
     f = file()
     f.add(0)
-    status, body = ask(serving(holding(f)).port, f, 7, f.manifest.nbytes, f"Accept: {HANDLE}")
+    status, body = ask(serving(holding(f)).port, f, 7, f.manifest.nbytes, f"Accept: {HANDLE_TYPE}")
     handle, start, stop = msgspec.msgpack.decode(body, type=tuple[BufferHandle, int, int])
     assert (status, start, stop) == (206, 7, CHUNK)
     mapped = Buffer.map(handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def test_wrong_handle_is_refused(change: dict[str, Any]) -> None:
     buffer.close()
     del buffer
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_handle_of_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    fd = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    refused: list[str] = []
+
+    def attempt() -> None:
+        try:
+            buffers.open_buffer(buffers.handle_of(fd, 100), os.O_RDONLY)
+        except WindfallError as e:
+            refused.append(e.what)
+
+    opening = threading.Thread(target=attempt, daemon=True)
+    opening.start()
+    opening.join(5)
+    assert refused == ["this is not the weight buffer any more"]
+    os.close(fd)
 
 
 def test_processes_of_this_machine_have_one_name() -> None:

@@ -167,8 +167,15 @@ def test_delta() -> None:
     d = manifest.make(before="0" * 64, after="1" * 64, nbytes=130, chunk_bytes=64, **hashes(130, 64))
     assert manifest.decode(d.encode()) == d
     assert d.ref == FileRef(digest=d.digest, nbytes=130, before="0" * 64, after="1" * 64)
+    short = msgspec.structs.replace(d, chunks=bytes(16))
     with pytest.raises(WindfallError, match="checksums"):
-        manifest.decode(msgspec.structs.replace(d, chunks=bytes(16)).encode())
+        manifest.decode(msgspec.structs.replace(short, digest=manifest.digest_of(short)).encode())
+
+
+def test_rules_are_checked_after_the_digest() -> None:
+    """Checking the rules of a large manifest takes long, so a forger must not get that far."""
+    with pytest.raises(WindfallError, match="the digest does not match"):
+        manifest.decode(msgspec.structs.replace(example(), entries=()).encode(), example().digest)
 
 
 def test_entry_without_elements() -> None:

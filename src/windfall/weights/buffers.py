@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,8 @@ from windfall.weights.manifest import WIDTHS, TensorEntry
 if TYPE_CHECKING:
     import torch
 
+HANDLE_TYPE = "application/x-windfall-handle"
+"""Media type of an answer with a BufferHandle."""
 MAX_GAP_BYTES = 64 << 10  # two ranges that are at most this far apart are locked as one
 MAX_MEMORY_SHARE = 0.9  # share of the free memory that a buffer may take
 
@@ -51,13 +54,13 @@ def open_buffer(handle: BufferHandle, mode: int) -> int:
     """A descriptor of the buffer of another process of this machine, which must not have closed it."""
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
-        fd = os.open(path, mode | os.O_CLOEXEC)
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting for the writer of a pipe
     except OSError as e:
         what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
         fix = "Run all processes of a machine as one user, and in one container."
         raise WindfallError(what, where=path, fix=fix) from e
     status = os.fstat(fd)
-    if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+    if (status.st_dev, status.st_ino) != (handle.device, handle.inode) or not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
     return fd

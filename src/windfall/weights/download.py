@@ -39,6 +39,7 @@ def read_manifest(sources: FileSources) -> Manifest:
             found.append(decode(data, sources.file))
         except WindfallError as e:
             raise SourceWrong(f"{source.ref.location} has a wrong manifest of {sources.file}: {e}") from e
+        sources.verify(source.ref.id)
 
     source = None
     while not found:
@@ -147,12 +148,13 @@ class Download:
 
         def read(source: Source) -> None:
             nonlocal chunk, at
+            began_s = time.monotonic()
             promised = at + source.open(self.sources.file, at, end)
             while at < promised:
                 limit = self._bounds[chunk + 1]
                 n = source.read_into(self.view[at : min(limit, promised)])
                 at += n
-                senders[source.ref.id] = source.trusted
+                senders[source.ref.id] = senders.get(source.ref.id, True) and source.trusted
                 with self._lock:
                     self._received += n
                 self.sources.count(source.ref.id, n)
@@ -164,7 +166,11 @@ class Download:
                         self._reject(chunk, source, alone)
                     at = limit
                     self._finish(chunk)
+                    self.sources.verify(source.ref.id)
                     chunk += 1
+                if at < end:
+                    self.sources.check_pace(source.ref.id, n, began_s)
+                began_s = time.monotonic()
 
         while at < end:
             source = self.sources.attempt(self._bounds[chunk + 1], source, read)

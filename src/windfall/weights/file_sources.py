@@ -2,12 +2,16 @@
 
 Rules:
 
-- The next source of a part is the one that has failed least since its last byte; among equals, the first of the route.
-  After a break in the middle of its bytes, a source gets a second chance before that counts.
+- The next source of a part is the one that has failed least since its last verified chunk; among equals, the first of
+  the route. After a break behind a verified chunk, a source gets a second chance before that counts.
 - Each failure is reported with `ask`, and a new route (`reroute`, at any time, also unasked) replaces the old one. The
   reader waits for it for ASK_S, then goes on along the route that it has: the controller may be gone.
-- A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a byte it has.
-- If every source of a part has failed `tries` times in a row without a byte, or sent wrong bytes, the read fails.
+- A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a verified
+  chunk it has.
+- A source that sends too slowly (PACE_BYTES in PACE_S) has stalled.
+- If every source of a part has failed `tries` times in a row without a verified chunk, or sent wrong bytes, the read
+  fails.
+- After NO_BYTE_S without a byte of any file of the pull, the read fails, too.
 - Every wait ends within POLL_S after `stop` is set.
 """
 
@@ -16,19 +20,30 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from windfall.backoff import delay_s
 from windfall.link.messages import AskRoute, ReadRoute, SourceRef, SourceUse
-from windfall.weights.source import Source, SourceBroken, SourceWaits, SourceWrong
+from windfall.weights.source import (
+    PACE_BYTES,
+    PACE_S,
+    Pace,
+    Source,
+    SourceBroken,
+    SourceStalled,
+    SourceWaits,
+    SourceWrong,
+)
 
 POLL_S = 0.25
 ASK_S, ASK_AGAIN_S = 2.0, 1.0
 WAIT_S, WAIT_POLL_S = 15.0, 0.02
 NO_SOURCE_S = 30.0
 """How long to ask for sources if none is known."""
+NO_BYTE_S = 100.0
+"""A pull without a byte for this long (seconds) fails. worker_link.py ends a worker whose pull takes longer to fail."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 Ask = Callable[[AskRoute], None]
@@ -52,13 +67,17 @@ class FileSources:
         stop: threading.Event,
         tries: int,
         on_bytes: Callable[[int], None],
+        received_s: float | None = None,
     ) -> None:
-        """`file`: its digest. `connect`: as in source.py, from a reference and `stopped`."""
+        """`file`: its digest. `connect`: as in source.py, from a reference and `stopped`. `received_s`: when the last
+        byte of another file of the same pull came, or the pull began (monotonic clock, seconds)."""
         self.file = file
         self.route = route
         self.verified: Callable[[], int] = lambda: 0
         """Bytes from the start of the file that the reader has."""
         self.retries = 0
+        self.received_s = time.monotonic() if received_s is None else received_s
+        """When the last byte came, or the pull began (monotonic clock, seconds)."""
         self._connect = connect
         self._ask = ask
         self._stop = stop
@@ -66,8 +85,9 @@ class FileSources:
         self._on_bytes = on_bytes
         self._changed = threading.Condition()
         self._given_up = False
-        self._failures: Counter[str] = Counter()  # by source: in a row without a byte; -1: its last answer had bytes
+        self._failures: Counter[str] = Counter()  # by source: in a row without a verified chunk; -1: it has sent one
         self._failed_s: dict[str, float] = {}  # by source: when that was counted last
+        self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by source
         self._errors: dict[str, str] = {}  # by source: how it failed
         self._waits_s: dict[str, float] = {}  # by source: since when it has no more of the file
         self._uses: dict[str, tuple[int, float, float]] = {}  # by source: bytes, first and last second
@@ -106,24 +126,38 @@ class FileSources:
                 source = self._connect(ref, self.stopped)
             use(source)
             return source
-        except SourceBroken as e:
+        except PullFailed:
+            raise
+        except Exception as e:  # fault boundary: whatever a source causes, another one may do better
             if isinstance(e, SourceWaits) and self._may_wait(ref.id):
                 return source
             if source is not None:
                 source.close()
+            if not isinstance(e, SourceBroken):
+                e = SourceBroken(f"{ref.kind} {ref.location}: {type(e).__name__}: {e}")
             self._fail(ref.id, e, began_s)
             return None
 
     def count(self, id: str, nbytes: int) -> None:
         """These bytes have come from a source."""
         with self._changed:
-            now_s = time.monotonic()
+            now_s = self.received_s = time.monotonic()
             n, first_s, _ = self._uses.get(id, (0, now_s, now_s))
             self._uses[id] = n + nbytes, first_s, now_s
+            self._on_bytes(nbytes)
+
+    def check_pace(self, id: str, nbytes: int, began_s: float) -> None:
+        """The reader has waited for these bytes since `began_s`. Raises SourceStalled if the source is too slow."""
+        with self._changed:
+            if not self._paces[id].add(nbytes, began_s):
+                raise SourceStalled(f"{id} sent less than {PACE_BYTES >> 20} MiB in {PACE_S:g} s")
+
+    def verify(self, id: str) -> None:
+        """The last bytes of a chunk have come from this source, and the chunk is verified."""
+        with self._changed:
             self._waits_s.pop(id, None)
             if self._failures[id] < self._tries:
                 self._failures[id] = -1
-            self._on_bytes(nbytes)
 
     def report_slow(self) -> None:
         """Report all sources that send, but slowly."""
@@ -143,6 +177,7 @@ class FileSources:
             while not (found := self.of(stop)):
                 if self._ask is None or time.monotonic() - asking_s > NO_SOURCE_S:
                     raise PullFailed(f"no source of {self.file} is known")
+                self._check_silence()
                 self._ask_and_wait("")
                 self._pause(0.0 if self.of(stop) else ASK_AGAIN_S)
             ref = min(found, key=lambda ref: self._failures[ref.id])
@@ -151,6 +186,7 @@ class FileSources:
                 raise PullFailed(f"{self.file}: " + "; ".join(self._errors[ref.id] for ref in found))
             if failures > 0:
                 self._pause(delay_s(failures - 1, first_s=FIRST_DELAY_S, limit_s=LONGEST_DELAY_S))
+            self._check_silence()
             now_s = time.monotonic()
             self._uses.setdefault(ref.id, (0, now_s, now_s))
             return ref
@@ -174,6 +210,7 @@ class FileSources:
         with self._changed:
             waited_s = time.monotonic() - self._waits_s.setdefault(id, time.monotonic())
             self._pause(WAIT_POLL_S)
+            self._check_silence()
             return waited_s < WAIT_S
 
     def _report(self, why: str, *ids: str) -> None:
@@ -192,6 +229,11 @@ class FileSources:
             self._check_stop()
             self._changed.wait(min(left_s, POLL_S))
         self._check_stop()
+
+    def _check_silence(self) -> None:
+        if time.monotonic() - self.received_s > NO_BYTE_S:
+            why = "; ".join(["", *self._errors.values()])
+            raise PullFailed(f"{self.file}: no byte for {NO_BYTE_S:g} s{why}")
 
     def _check_stop(self) -> None:
         if self.stopped():

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from windfall.link.messages import SourceRef
@@ -23,6 +23,7 @@ from windfall.weights.source import (
     CONNECT_S,
     PEER_CONNECT_S,
     PEER_SILENT_S,
+    Pace,
     SourceBroken,
     SourceGone,
     SourceStalled,
@@ -73,10 +74,17 @@ class HttpSource:
             n = min(len(view), len(self._buffered))
             view[:n], self._buffered = self._buffered[:n], self._buffered[n:]
             return n
-        return self._receive(view, self._flags)
+        return self._receive(view, self._flags, time.monotonic())
 
     def close(self) -> None:
         self._sock.close()
+
+    def ends(self) -> tuple[Any, Any]:
+        """The addresses of the connection: the server's and this process's."""
+        try:
+            return self._sock.getpeername(), self._sock.getsockname()
+        except OSError as e:
+            raise self._broken(f"connecting: {e}") from e
 
     def _connect(self, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
         limit_s = min(timeout_s, PEER_CONNECT_S if self.ref.kind == "peer" else CONNECT_S)
@@ -121,18 +129,18 @@ class HttpSource:
         return length
 
     def _read_head(self, path: str) -> tuple[int, int]:
-        data, piece = b"", bytearray(4096)
+        data, piece, began_s = b"", bytearray(4096), time.monotonic()
         while b"\r\n\r\n" not in data:
             if len(data) > MAX_HEAD_BYTES:
                 raise self._broken(f"it answered {path} with a header of more than {MAX_HEAD_BYTES} bytes")
-            data += piece[: self._receive(memoryview(piece), 0)]
+            data += piece[: self._receive(memoryview(piece), 0, began_s)]
         head, _, self._buffered = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status, length = first.split(" ")[1:2], fields.get("content-length", "")
-        if not first.startswith("HTTP/1.") or not status or not status[0].isdigit() or not length.isdigit():
+        numbers = *first.split(" ")[1:2], fields.get("content-length", "")
+        if not first.startswith("HTTP/1.") or len(numbers) != 2 or not all(map(_is_number, numbers)):
             raise self._broken(f"it answered {path} unlike a weight server")
-        return int(status[0]), int(length)
+        return int(numbers[0]), int(numbers[1])
 
     def _raise_refused(self, path: str, status: int, length: int) -> NoReturn:
         why = self._read(min(length, MAX_WHY_BYTES)).decode(errors="replace").strip()
@@ -143,21 +151,24 @@ class HttpSource:
         raise SourceGone(self._named(what)) if status in (404, 410) else self._broken(what)
 
     def _read(self, length: int) -> bytes:
-        data, at = bytearray(length), 0
+        data, at, pace = bytearray(length), 0, Pace()
         while at < length:
-            at += self.read_into(memoryview(data)[at:])
+            began_s = time.monotonic()
+            at += (n := self.read_into(memoryview(data)[at:]))
+            if not pace.add(n, began_s):
+                raise SourceStalled(self._named("sends too slowly"))
         return bytes(data)
 
-    def _receive(self, view: memoryview, flags: int) -> int:
-        started = time.monotonic()
+    def _receive(self, view: memoryview, flags: int, began_s: float) -> int:
+        """`began_s`: when the wait for these bytes began, which has a limit (monotonic clock, seconds)."""
         while True:
             if self._stopped():
                 raise self._broken("stopped")
+            if time.monotonic() - began_s >= self._silent_s:
+                raise SourceStalled(self._named(f"sent no byte for {self._silent_s:g} s, or no whole header"))
             try:
                 n = self._sock.recv_into(view, 0, flags) if flags else self._sock.recv_into(view)
-            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as e:
-                if time.monotonic() - started >= self._silent_s:
-                    raise SourceStalled(self._named(f"sent no byte for {self._silent_s:g} s")) from e
+            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
                 continue
             except OSError as e:
                 raise self._broken(f"reading: {e}") from e
@@ -170,3 +181,7 @@ class HttpSource:
 
     def _broken(self, what: str) -> SourceBroken:
         return SourceBroken(self._named(what))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16

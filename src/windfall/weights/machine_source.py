@@ -2,7 +2,8 @@
 
 The server answers a request with a handle of its buffer. The reader opens the buffer through /proc, which only a
 process of the same user can, and copies from it: no byte passes through a socket. If it cannot open the buffer (another
-user, another container), it reads over the socket.
+user, another container), it reads over the socket. `connect` (source.py) uses this source only if the address of the
+connection shows that the server is on this machine.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import os
 import msgspec
 
 from windfall.errors import WindfallError
-from windfall.weights.buffers import BufferHandle, open_buffer
+from windfall.weights.buffers import HANDLE_TYPE, BufferHandle, open_buffer
 from windfall.weights.http_source import HttpSource
 
-HANDLE_TYPE = "application/x-windfall-handle"
+MAX_HANDLE_BYTES = 4 << 10
 
 
 class MachineSource(HttpSource):
@@ -27,7 +28,10 @@ class MachineSource(HttpSource):
     def open(self, file: str, start: int, stop: int) -> int:
         if self._by_handle:
             lines = f"Range: bytes={start}-{stop - 1}\r\nAccept: {HANDLE_TYPE}\r\n"
-            answer = self._read(self._get(f"/weights/{file}", 206, lines))
+            length = self._get(f"/weights/{file}", 206, lines)
+            if length > MAX_HANDLE_BYTES:
+                raise self._broken(f"its handle of {file} has {length} bytes; the limit is {MAX_HANDLE_BYTES}")
+            answer = self._read(length)
             try:
                 handle, first, last = msgspec.msgpack.decode(answer, type=tuple[BufferHandle, int, int])
                 if not start == first < last <= min(stop, handle.nbytes):

@@ -103,7 +103,7 @@ class Puller:
         with self._lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
-            self._used, apply_s = [], 0.0
+            self._used, apply_s, self._received_s = [], 0.0, time.monotonic()
             deltas = [each.file for each in load.files if each.file.after]
             if deltas and (self.held is None or self.held.digest != load.digest):
                 if deltas[0].before in self._routes:
@@ -191,11 +191,13 @@ class Puller:
 
         route = self._routes.get(file, NO_ROUTE)
         options = {"connect": open_source, "ask": self._ask, "stop": self._stop, "tries": self.tries}
-        sources = self._reading[file] = FileSources(file, route, on_bytes=self._count, **options)
+        options |= {"on_bytes": self._count, "received_s": self._received_s}
+        sources = self._reading[file] = FileSources(file, route, **options)
         try:
             yield sources
         finally:
             del self._reading[file]
+            self._received_s = sources.received_s
             self.retries += sources.retries
             self._used += sources.uses()
 

@@ -37,9 +37,9 @@ from aiohttp import web
 
 from windfall.errors import WindfallError
 from windfall.link import listener
+from windfall.weights.buffers import HANDLE_TYPE
 from windfall.weights.held_files import HeldFile, HeldFiles, UploadLimit, Withdrawn
 
-HANDLE = "application/x-windfall-handle"
 READY_WAIT_S = 2.0  # how long a request waits for its first byte
 START_S = 30.0  # in which a server must listen
 MAX_SENDING = 512  # readers at a time, each with a thread of its own; more of them wait
@@ -145,9 +145,9 @@ class Server:
             raise web.HTTPGone(text=f"{e}\n") from e
         if end == start:
             raise web.HTTPServiceUnavailable(text=f"the bytes from {start} on are not here yet\n")
-        if request.headers.get("Accept") == HANDLE:
+        if request.headers.get("Accept") == HANDLE_TYPE:
             body = msgspec.msgpack.encode((file.buffer.handle, start, end))
-            return web.Response(status=206, body=body, content_type=HANDLE)
+            return web.Response(status=206, body=body, content_type=HANDLE_TYPE)
         return await self._send(request, file, start, end)
 
     def _find(self, request: web.Request) -> HeldFile:

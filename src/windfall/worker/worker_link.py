@@ -45,7 +45,8 @@ SWAP_S = 120.0
 SWAP_CHECK_S = 1.0
 """Seconds between checks of whether a swap is late."""
 PULL_S = 150.0
-"""A pull without a byte or an error for this long (seconds) hangs. Without a byte, a puller's own limits take 105 s."""
+"""A pull without a byte or an error for this long (seconds) hangs. A puller's own limit is shorter,
+also with the attempt that it is in (NO_BYTE_S in weights/file_sources.py)."""
 
 
 class Stalled(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall import envs
+from windfall import envs, parts
 from windfall.algorithms import make
 from windfall.errors import WindfallError
 from windfall.recipe import env_sections, sections, unknown_keys
@@ -39,7 +40,6 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
         ("[enviroment]\nname = 'gym'", "unknown key 'enviroment'. Did you mean 'env'?"),
         ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
-        ("[sim.lenders]\nserving = {}", "unknown key 'sim.lenders'. Remove it: "),
         ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
         ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Did you mean 'trainer_generates'?"),
         ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Did you mean 'workers_max'?"),
@@ -239,6 +239,8 @@ def again(recipe: Recipe, folder: Path, *, all_keys: bool = True) -> Recipe:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_dump_of_every_recipe_loads_again(path: Path, tmp_path: Path) -> None:
+    if any(map(parts.restore, tomllib.loads(path.read_text()))):
+        pytest.skip("it needs a part that is not installed")
     recipe = load_recipe(path)
     assert again(recipe, tmp_path) == recipe
     assert again(recipe, tmp_path, all_keys=False) == recipe
@@ -269,6 +271,8 @@ def test_removed_keys_are_refused_with_what_to_do() -> None:
     for name, instead in unknown_keys.REMOVED.items():
         path, _, value = name.partition(" = ")
         *sections, key = path.split(".")
+        if any(map(parts.restore, sections)):
+            continue  # the section belongs to a part that is not installed
         data: dict[str, Any] = {key: value.strip("'") or 0.5}
         for section in reversed(sections):
             data = {section: data}

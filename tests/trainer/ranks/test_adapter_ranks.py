@@ -83,7 +83,7 @@ def work(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None, st
 
 def close(ours: Path, theirs: Path) -> None:
     """The files hold the same tensors up to rounding. Adam divides a gradient by its own size, so elements whose
-    gradient is almost zero differ more than rounding: with a model in bfloat16 up to 4 % of them, which the norm bounds."""
+    gradient is almost zero differ by more: in bfloat16 up to 4 % of them, which the norm bounds."""
     one, two = load_file(ours), load_file(theirs)
     assert one.keys() == two.keys()
     for name, value in one.items():

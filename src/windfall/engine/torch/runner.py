@@ -21,7 +21,6 @@ from torch import Tensor
 from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.arena import TenantKV
-from windfall.engine.torch.prepacked import PrepackedLinears
 from windfall.engine.torch.sampler import sample
 from windfall.models.attention import Block, Paged, cache_shapes
 from windfall.types import Sampling
@@ -55,7 +54,6 @@ class Runner:
         self._kv = kv
         self.scratch = pages if kv is None else kv.scratch
         self.device = model.device
-        self._linears = PrepackedLinears(model)
         self._shapes = cache_shapes(model)
         self.pools: list[tuple[Tensor, Tensor]] | None = None
         self.allocate()
@@ -76,19 +74,13 @@ class Runner:
     def free(self) -> None:
         """Return the memory of the KV cache to the device. The contents are lost."""
         self.pools = None
-        self.forget_weights()
         if self._kv is None and self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def forget_weights(self) -> None:
-        """The model has other weights, or will have them before the next step."""
-        self._linears.drop()
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:
         """For every entry that samples, in order: the token after its last known one, and after each of its drafts."""
-        with self._linears:
-            return self._run_tiles(rows) if self.deterministic else self._run_batch(rows)
+        return self._run_tiles(rows) if self.deterministic else self._run_batch(rows)
 
     def _run_batch(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:
         tokens: list[int] = []

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 
 from benchmarks.papers import astraflow
 from benchmarks.support.async_sim import MODELS, Trained, simulate, trained
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 
 PRICE = 5.32
 LIMIT = 16
@@ -84,8 +84,8 @@ def main() -> None:
             show(f"best fixed: {best}", fixed[best])
         for rule, start in itertools.product(("value", "wait_share"), START):
             sets = [*keys(model, workers=start, steps=args.steps, **case), *seed]
-            policies = astraflow.POLICIES if rule == "wait_share" else Policies()
-            steps, granule = simulate(model, [*sets, f"fleet.workers_max={LIMIT}"], policies)
+            rules = astraflow.RULES if rule == "wait_share" else Rules()
+            steps, granule = simulate(model, [*sets, f"fleet.workers_max={LIMIT}"], rules)
             at = settled([e["workers"] for e in steps]) if not losses else 0
             show(
                 f"{rule}, from {start}", trained(steps[len(steps) // 2 :], granule), f", settled at {at}" if at else ""

@@ -1,6 +1,6 @@
 """AstraFlow's autoscaling rule (arXiv 2605.15565). It computes how many workers asynchronous training needs from w, the
 share of the time in which the trainer waits for data. It uses neither speeds nor prices. For simulated runs: set
-`Scenario.policies` to POLICIES.
+`Scenario.rules` to RULES.
 
     w is above MORE_ABOVE     generation is the bottleneck: workers / (1 - w) workers would keep the trainer busy
     w is below FEWER_BELOW    training is the bottleneck: keep SPARE times the workers whose work is used
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerAdvice, WorkerKind
 
@@ -60,4 +60,4 @@ class WaitShareAdvisor(Advisor):
         }
 
 
-POLICIES = Policies(advisor=WaitShareAdvisor)
+RULES = Rules(advisor=WaitShareAdvisor)

@@ -264,7 +264,7 @@ def options() -> argparse.Namespace:
     for name in args.markets:
         if name not in MARKETS:
             parser.error(f"--markets: unknown market {name!r}; expected one of: {', '.join(MARKETS)}")
-    known = [*rlboost.POLICIES, *variants.VARIANTS]
+    known = [*rlboost.RULES, *variants.VARIANTS]
     for name in args.policies:
         if name not in known:
             parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(known)}")

@@ -1,5 +1,5 @@
-"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies in simulated runs: set
-`Scenario.policies` to one of POLICIES.
+"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own rules in simulated runs: set
+`Scenario.rules` to one of RULES.
 
 - Algorithm 1 chooses T_seed. It changes T_seed by the imbalance of the last step divided by eta, remembers the T_seed
   that worked for each fleet size, and bounds the number of instances that are worth having.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.scheduling.balance import Held, Move, Running, WorkerLoad
 from windfall.controller.scheduling.local_time import (
@@ -173,16 +173,16 @@ class Algorithm2(Placement):
         return balance(loads, self.held)
 
 
-POLICIES = {
-    "algorithm1": Policies(local_time=Algorithm1),
-    "algorithm2": Policies(placement=Algorithm2),
-    "rlboost": Policies(local_time=Algorithm1, placement=Algorithm2),
-    "rlboost without memory": Policies(local_time=partial(Algorithm1, remembers=False), placement=Algorithm2),
+RULES = {
+    "algorithm1": Rules(local_time=Algorithm1),
+    "algorithm2": Rules(placement=Algorithm2),
+    "rlboost": Rules(local_time=Algorithm1, placement=Algorithm2),
+    "rlboost without memory": Rules(local_time=partial(Algorithm1, remembers=False), placement=Algorithm2),
 }
 
 
 def build(recipe: Recipe, name: str) -> Scenario:
-    """The scenario of a recipe with one of POLICIES, or of one of the simulator's own variants."""
-    if name in POLICIES:
-        return replace(scenario.build(recipe), policies=POLICIES[name])
+    """The scenario of a recipe with one of RULES, or of one of the simulator's own variants."""
+    if name in RULES:
+        return replace(scenario.build(recipe), rules=RULES[name])
     return scenario.build(variants.apply(recipe, name))

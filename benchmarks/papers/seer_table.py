@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
 from benchmarks.support.rlboost_model import H100_BYTES, H100_BYTES_PER_S, H100_FLOP_PER_S, Assumptions
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.scheduling.balance import Move, WorkerLoad
 from windfall.controller.scheduling.placement import Placement
 from windfall.events import log as events
@@ -184,7 +184,7 @@ def simulate(s: Setting, variant: str, folder: Path, *, alike: float, sigma: flo
     placement, changes = VARIANTS[variant]
     made = recipe(s, changes, alike=alike, sigma=sigma, steps=steps)
     made = scenario.with_keys(made, {"run": {"seed": seed}})
-    built = replace(scenario.build(made), policies=Policies(placement=placement))
+    built = replace(scenario.build(made), rules=Rules(placement=placement))
     ended: list[float] = []
     log = folder / "events.jsonl"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.cost.bill import Totals
 from windfall.events.log import Event, read
 from windfall.recipe.file import load_recipe
@@ -54,10 +54,10 @@ class Trained:
     """Mean number of workers other than the trainer's engine at the end of a step."""
 
 
-def simulate(model: str, sets: list[str], policies: Policies | None = None) -> tuple[list[Event], int]:
+def simulate(model: str, sets: list[str], rules: Rules | None = None) -> tuple[list[Event], int]:
     """Simulate a model with these keys of the recipe. Returns the step events and the tokens of a granule."""
     path, base = MODELS[model]
-    scenario = replace(build(load_recipe(path, [*base, *sets])), policies=policies or Policies())
+    scenario = replace(build(load_recipe(path, [*base, *sets])), rules=rules or Rules())
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         run.simulate(scenario, log)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.restarts import RestartingSimulation
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
@@ -53,11 +53,11 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
     """Simulates the small recipe with changed keys. `disturb` is called with the simulation at the start."""
 
     def simulate(
-        disturb: Callable[[Any], None] | None = None, policies: Policies | None = None,
+        disturb: Callable[[Any], None] | None = None, rules: Rules | None = None,
         make: type[run.Simulation] = run.Simulation, **sections: dict[str, Any],
     ) -> tuple[run.Simulation, list[events.Event]]:  # fmt: skip
         log = tmp_path / "events.jsonl"
-        built = replace(scenario.build(small(**sections)), policies=policies or Policies())
+        built = replace(scenario.build(small(**sections)), rules=rules or Rules())
         done = run.simulate(built, log, disturb=disturb, make=make)
         done.dispatch.ledger.check()
         assert done.dispatch.ledger.lost_tokens() == 0

@@ -158,7 +158,7 @@ class RestartingSimulation(Simulation):
             journal,
             resumed=self.controller_starts > 1,
             read_journal=self._find,
-            policies=self.scenario.policies,
+            rules=self.scenario.rules,
         )
         if self._stopping:
             life.stop.set()

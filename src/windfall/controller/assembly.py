@@ -62,8 +62,8 @@ ACTIVITY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policies:
-    """The policies of a controller. A benchmark may replace them by those of a paper, in a simulated run."""
+class Rules:
+    """The rules by which a controller decides. A benchmark may replace them by those of a paper, in a simulated run."""
 
     local_time: Callable[[], LocalTimePolicy] = PredictedLocalTime
     placement: type[Placement] = Placement
@@ -76,13 +76,13 @@ class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
         read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
-        observe: Sequence[Callable[[Event], None]] = (), policies: Policies | None = None,
+        observe: Sequence[Callable[[Event], None]] = (), rules: Rules | None = None,
     ) -> None:  # fmt: skip
         """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
         `read_journal`: reads the journal from a step on; by default in a thread. `observe`: called with every event,
         also with those that are in the log already."""
         f, t = recipe.fleet, recipe.techniques
-        policies = policies or Policies()
+        rules = rules or Rules()
         self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
         self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._journal_damage = JournalDamage(events)
@@ -94,15 +94,15 @@ class ControllerLife:
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
-            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=policies.placement,
+            borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
             order=recipe.rollout.order, step_groups=recipe.rollout.groups, directory=_directory(recipe),
         )  # fmt: skip
         self.trainer = RemoteTrainer(self.dispatch.weights)
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
-        policy = policies.local_time() if t.trainer_generates else OnlyWithoutWorkers()
+        policy = rules.local_time() if t.trainer_generates else OnlyWithoutWorkers()
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.report = FleetReport(recipe, self.dispatch, events, policies.advisor)
+        self.report = FleetReport(recipe, self.dispatch, events, rules.advisor)
         self.rollout: Rollout | None = None
         self.loop: Loop | None = None
         self.state = CheckpointState(step=0, next_task=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.scheduling.balance import Move, WorkerLoad
 from windfall.controller.scheduling.placement import Placement
 
@@ -80,7 +80,7 @@ def test_value_of_gathering_the_last_responses_is_logged(simulated: Simulated) -
     gathered = [e["bill"]["gathering"] for e in steps_of(log)]
     assert all(g["usd"] == pytest.approx(g["sooner_s"] * 80 / 3600) for g in gathered), "the trainer waits, too"
     assert any(g["released"] and g["freed_s"] > 0 for g in gathered)
-    still = simulated(**WORKERS, **spread, policies=Policies(placement=NoMoves))[1]
+    still = simulated(**WORKERS, **spread, rules=Rules(placement=NoMoves))[1]
     assert not any(e["bill"]["gathering"]["moves"] for e in steps_of(still))
     saved_s = sum(rollout_s(still)) - sum(rollout_s(log))
     assert 0 < sum(g["sooner_s"] for g in gathered) < saved_s

@@ -99,7 +99,7 @@ class Simulation:
 
     def _start_controller(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        return ControllerLife(self.scenario.recipe, events, None, resumed=False, policies=self.scenario.policies)
+        return ControllerLife(self.scenario.recipe, events, None, resumed=False, rules=self.scenario.rules)
 
     def stop(self) -> None:
         """Ask the run to save and stop."""

@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.providers import trace
@@ -30,7 +30,7 @@ TRACE_S = 30 * 86400.0
 GENERATED_STAYS = 10_000
 """Number of machine stays in a generated trace if the simulation has no time limit."""
 ONE_TURN = SessionShape()
-OWN_POLICIES = Policies()
+OWN_RULES = Rules()
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -67,7 +67,7 @@ class Scenario:
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
     sessions: SessionShape = ONE_TURN
-    policies: Policies = OWN_POLICIES
+    rules: Rules = OWN_RULES
     """What the controller decides by."""
 
 

@@ -1,4 +1,4 @@
-"""Policies in whole simulated runs: speeds are learned, and the local time follows the fleet."""
+"""Rules in whole simulated runs: speeds are learned, and the local time follows the fleet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.papers import rlboost
-from windfall.controller.assembly import Policies
+from windfall.controller.assembly import Rules
 from windfall.controller.scheduling import local_time as offload
 from windfall.step_time import StepTime
 
@@ -48,10 +48,10 @@ def test_local_time_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_
     assert any(len(set(others)) > 1 for others in plans.values())
 
 
-@pytest.mark.parametrize("policies", [Policies(), *rlboost.POLICIES.values()], ids=["own", *rlboost.POLICIES])
-def test_nothing_is_lost_under_any_policy(simulated: Simulated, policies: Policies) -> None:
+@pytest.mark.parametrize("rules", [Rules(), *rlboost.RULES.values()], ids=["own", *rlboost.RULES])
+def test_nothing_is_lost_under_any_rules(simulated: Simulated, rules: Rules) -> None:
     churn = {"mean_up_s": 4.0, "mean_down_s": 1.0}
-    done, log = simulated(run={"steps": 3}, trace=churn, policies=policies)
+    done, log = simulated(run={"steps": 3}, trace=churn, rules=rules)
     steps = [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
     assert [e["responses"] for e in steps] == [64] * 3
     assert sum(e["made"] for e in steps) == done.token_schedule.real_tokens

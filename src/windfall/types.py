@@ -7,7 +7,7 @@ imports. The life of a token in these types:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
@@ -17,6 +17,15 @@ Prompt = str | Sequence[Mapping[str, str]]
 LOCAL = "local"
 """Name of the worker that is the trainer's own engine. A trainer with several ranks has one on each: `local`,
 `local-1`, ... No other worker has such a name."""
+
+
+def policy_of(role: str) -> str:
+    """The policy that speaks in this role: the part before the label. "" is the policy of a run that has one.
+
+    >>> policy_of("player:black"), policy_of("verifier"), policy_of("")
+    ('player', 'verifier', '')
+    """
+    return role.partition(":")[0]
 
 
 def is_local(worker: str) -> bool:
@@ -64,6 +73,8 @@ class Capabilities:
     """It drafts tokens from the texts of other responses (`Engine.remember`)."""
     kv_dtype: Literal["", "fp8"] = ""
     """Dtype of its KV cache; empty: that of the model."""
+    adapters: int = 0
+    """Adapters of one base that it can hold beside each other, in one batch. 0: it merges the only one."""
 
     @property
     def label(self) -> str:
@@ -113,6 +124,8 @@ class Task:
     prompt: Prompt
     answer: Any = None
     """What the environment needs to grade a response. It stays in the environment's own processes."""
+    role: str = ""
+    """The role that begins. Empty: the first policy of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +136,8 @@ class Turn:
     observation: str | None = None
     tokens: tuple[int, ...] = field(default=(), compare=False)
     """The token ids of the text, if the environment needs them."""
+    role: str = ""
+    """The role that spoke."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +149,10 @@ class Feedback:
     observation: str | None = None
     scores: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The parts of the reward before they are weighted, by name, if there are several."""
+    role: str = ""
+    """With an observation: the role that it is for, and that speaks next. Empty: the role of the last turn."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by role. A role that is not named here gets `reward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +183,8 @@ class Request:
     group: str = ""
     """Responses of one group have the same prompt. An engine may draft tokens of one from the others' texts; sampled
     tokens then change only by rounding, as with another batch."""
+    policy: str = ""
+    """The policy that generates, if the engine holds several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +209,8 @@ class Response:
     sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1.
 
     An agent may edit its history. Then its response has several segments: this one, and those in `more`, with ids such
-    as "7/0+1". Each has its own prompt and tokens, and all have the same reward."""
+    as "7/0+1". Each has its own prompt and tokens, and all have the same reward. A session with several roles has at
+    least one segment for each role; `of` gives what one policy is trained on."""
 
     id: str
     prompt: tuple[int, ...]
@@ -211,6 +233,10 @@ class Response:
     """Further segments. They have no further segments of their own."""
     agent: bool = False
     """An agent's session: only its sampled tokens count toward the limit of a response."""
+    role: str = ""
+    """The role that sampled the tokens of this segment."""
+    rewards: tuple[tuple[str, float], ...] = ()
+    """Rewards by role (see Feedback), of all segments."""
 
     @property
     def segments(self) -> tuple[Response, ...]:
@@ -236,6 +262,28 @@ class Response:
     def newest_version(self) -> int | None:
         return max((v for segment in self.segments for v in set(segment.versions) if v >= 0), default=None)
 
+    def of(self, policy: str) -> tuple[Response, ...]:
+        """What this policy sampled: one response for each of its roles, with the segments and the reward of that role.
+        A response of one role is itself."""
+        roles = dict.fromkeys(segment.role for segment in self.segments)
+        if not self.rewards and len(roles) == 1:
+            return (self,) if policy_of(self.role) == policy else ()
+        return tuple(self._of_role(role) for role in roles if policy_of(role) == policy)
+
+    def _of_role(self, role: str) -> Response:
+        first, *more = (segment for segment in self.segments if segment.role == role)
+        rewards = dict(self.rewards)
+        turns = self.turns - sum(s.turns for s in self.more) if first is self else first.turns  # those of all segments
+        return replace(
+            first,
+            finish=(more or [first])[-1].finish,
+            reward=rewards.get(role, self.reward),
+            rewards=(),
+            scores=() if role in rewards else self.scores,
+            turns=turns + sum(s.turns for s in more),
+            more=tuple(more),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
@@ -248,3 +296,7 @@ class Group:
     @property
     def rewards(self) -> tuple[float, ...]:
         return tuple(r.reward for r in self.responses if r.reward is not None)
+
+    def of(self, policy: str) -> Group:
+        """The group as this policy is trained on it: what it sampled, with the rewards of its roles."""
+        return replace(self, responses=tuple(part for r in self.responses for part in r.of(policy)))

@@ -90,6 +90,7 @@ REFUSED: dict[str, tuple[Callable[[OpenGate], Awaitable[str]], str]] = {
     "the challenge as its own nonce": (lambda d: send_hello(d, lambda c: d.hello(c, nonce=c.nonce)), "wrong token"),
     "replayed": (replayed, "another challenge"),
     "a long region": (lambda d: send_hello(d, lambda c: d.hello(c, lease=Lease(region="r" * 129))), "128 characters"),
+    "a long digest": (lambda d: send_hello(d, lambda c: d.hello(c, held={"": (1, "d" * 129)})), "128 characters"),
     "wrong protocol": (
         lambda d: send_hello(d, lambda c: d.hello(c, protocol=99)),
         f"99, this run uses {m.PROTOCOL}: ins",

@@ -110,7 +110,7 @@ class CallHost(Generic[SomePlace]):
         return self.call(e.TaskCall(number=0, index=index, limit_s=timeout_s))
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
-        given = tuple((t.text, t.observation, tuple(t.tokens) if self.needs_tokens else ()) for t in turns)
+        given = tuple((t.text, t.observation, tuple(t.tokens) if self.needs_tokens else (), t.role) for t in turns)
         crc = zlib.crc32(prompt_key(task.prompt))
         call = self.call(
             e.FeedbackCall(number=0, index=index, id=task.id, prompt_crc=crc, turns=given, limit_s=timeout_s)

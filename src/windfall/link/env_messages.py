@@ -15,7 +15,7 @@ from windfall.link.messages import Challenge, Message, Refused
 
 MAX_ENV_FRAME_BYTES = 64 << 20  # a call carries all turns of its episode, with their observations
 
-Turns = tuple[tuple[str, str | None, tuple[int, ...]], ...]  # text, observation, token ids if they are needed
+Turns = tuple[tuple[str, str | None, tuple[int, ...], str], ...]  # text, observation, ids if they are needed, role
 
 
 class EnvHello(Message, frozen=True, tag=40):
@@ -77,6 +77,7 @@ class TaskMade(Message, frozen=True, tag=47):
     number: int
     id: str
     prompt: str | list[dict[str, Any]]
+    role: str = ""  # Task.role
 
 
 class CallGraded(Message, frozen=True, tag=48):
@@ -84,6 +85,8 @@ class CallGraded(Message, frozen=True, tag=48):
     reward: float | None
     observation: str | None
     scores: tuple[tuple[str, float], ...]
+    role: str = ""  # Feedback.role
+    rewards: tuple[tuple[str, float], ...] = ()  # Feedback.rewards
 
 
 class CallFailed(Message, frozen=True, tag=49):

@@ -67,8 +67,8 @@ class Gate:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name must be 1 to 64 printable characters without '#'")
-        elif max(map(len, (hello.lease.device, hello.lease.region, hello.digest, hello.location, hello.machine))) > 128:
-            await self._refuse(link, "the device, region, digest, location or machine is longer than 128 characters")
+        elif max(map(len, _texts(hello))) > 128:
+            await self._refuse(link, "its device, region, location, machine, policy or digest has over 128 characters")
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
         elif hello.lends and not self._borrows:
@@ -135,3 +135,9 @@ class Gate:
             if len(self._logged) > MAX_REMEMBERED:
                 self._logged.pop(next(iter(self._logged)))
             self._log("refused", peer=link.peer, why=what[1], **({"repeats": repeats} if repeats else {}))
+
+
+def _texts(hello: m.Hello) -> tuple[str, ...]:
+    """What a worker says of itself, apart from its name."""
+    held = (text for policy, (_, digest) in hello.held.items() for text in (policy, digest))
+    return (hello.lease.device, hello.lease.region, hello.location, hello.machine, *held)

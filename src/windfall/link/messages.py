@@ -29,7 +29,7 @@ import numpy as np
 from windfall.training import Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 16
+PROTOCOL = 17
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -131,8 +131,7 @@ class Hello(Message, frozen=True, tag=2):
     name: str  # name of the worker, 1 to 64 printable characters
     lease: Lease = Lease()
     model: str = ""  # Fingerprint of the model that the worker has built. Empty: none yet, it will build the run's.
-    version: int = -1  # version of the weights that the worker holds already; -1 if it has none
-    digest: str = ""  # digest of these weights
+    held: dict[str, tuple[int, str]] = {}  # version and digest of the weights in its engine, by policy
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
     engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
     lends: bool = False  # It serves requests of its own first (`windfall serve --lend`), and reports its Capacity.
@@ -159,6 +158,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Literal["auto", "off"] = "auto"  # whether the engine may draft tokens, which it then verifies
     kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"  # dtype of the KV cache; "auto" and "bf16": that of the model
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see engine/selftest/verdict.py
+    adapters: int = 0  # adapters that the engine holds beside each other; 0: it merges the only one
+    adapter_rank: int = 0  # the largest rank of these adapters; smaller ones are padded with zeros
 
 
 class Welcome(Message, frozen=True, tag=3):
@@ -171,6 +172,7 @@ class Welcome(Message, frozen=True, tag=3):
     heartbeat_s: float  # seconds between two Stats
     stalled_s: float = 60.0  # seconds without an engine step, despite work, after which the worker exits as stuck
     upload_bytes_per_s: float = 0.0  # upper limit for what the worker sends to other workers; 0: none
+    policies: tuple[str, ...] = ("",)  # those whose weights it will be asked to load, all on one base
 
 
 class Refused(Message, frozen=True, tag=4):
@@ -191,6 +193,7 @@ class Work(Value, frozen=True):
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
     group: str = ""  # its group, within which an engine may draft from other responses; "": none
+    policy: str = ""  # which of the worker's policies generates it
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -211,6 +214,7 @@ class Load(Message, frozen=True, tag=7):
     version: int
     digest: str  # digest that the pulled weights must have
     files: tuple[FileRoute, ...] = ()  # In the order of reading: the base of an adapter, then one full copy or deltas
+    policy: str = ""  # Loads of different policies wait for each other; a later one of the same policy replaces it.
 
 
 class AskRoute(Message, frozen=True, tag=55):
@@ -219,6 +223,7 @@ class AskRoute(Message, frozen=True, tag=55):
     file: str  # digest
     used: tuple[SourceUse, ...] = ()  # what it got since its last report
     received: int = 0  # bytes of the file that it has verified
+    policy: str = ""  # that of the load
 
 
 class Routed(Message, frozen=True, tag=56):
@@ -226,6 +231,7 @@ class Routed(Message, frozen=True, tag=56):
 
     file: str
     route: ReadRoute  # without sources: none is known; ask again after a second
+    policy: str = ""  # that of the load
 
 
 class Pause(Message, frozen=True, tag=8):
@@ -278,6 +284,11 @@ class Tokens(Message, frozen=True, tag=11):
     tokens: bytes  # token ids of all responses, in the order of `handles`: consecutive uint32
     logprobs: bytes  # log-probs of these tokens: consecutive float32
     finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
+    versions: dict[str, int] = {}  # by policy, instead of `version`, if the policies have names
+
+    def version_of(self, policy: str) -> int | None:
+        """The version that generated the tokens of this policy; None if the frame does not say it."""
+        return self.versions.get(policy) if policy else self.version
 
 
 class LoadTimes(Value, frozen=True):
@@ -306,6 +317,7 @@ class Loaded(Message, frozen=True, tag=12):
     kv_tokens: int = 0  # tokens for which its KV cache has room, over all responses; 0 if unknown
     used: tuple[SourceUse, ...] = ()  # what it got from each source since its last report
     apply_s: float = 0.0  # seconds to apply deltas, within `parts.pull_s`
+    policy: str = ""
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -313,6 +325,7 @@ class LoadFailed(Message, frozen=True, tag=13):
 
     version: int
     why: str
+    policy: str = ""
 
 
 class Rejected(Message, frozen=True, tag=14):
@@ -352,6 +365,7 @@ class Stats(Message, frozen=True, tag=16):
     decode_s: float = 0.0  # time of the decode steps that were measured, if the engine may draft
     undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
     sent_bytes: int = 0  # bytes of weights sent to other workers
+    policy: str = ""  # the policy of the load that `loading` describes
 
 
 class Capacity(Message, frozen=True, tag=40):
@@ -388,6 +402,7 @@ class TrainerHello(Message, frozen=True, tag=18):
     facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
     open_tasks: tuple[int, ...] = ()  # tasks before `next_task` that were drawn but not trained on
     weights: PublishedFiles | None = None  # the files of this version
+    policy: str = ""  # the policy that this link trains; a trainer of several adapters has a link for each
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):

@@ -232,7 +232,6 @@ class ControllerClient:
             failures += 1
 
     async def _handshake(self, link: SocketLink) -> m.Welcome:
-        version, digest = self._held
         if self.files is not None and self._server is None:
             await asyncio.to_thread(self._serve_weights, self.files)
         hello = functools.partial(
@@ -240,8 +239,7 @@ class ControllerClient:
             name=self.name,
             lease=self.lease,
             model=self.model,
-            version=version,
-            digest=digest,
+            held={} if self._held[0] < 0 else {"": self._held},
             age_s=process.age_s(),
             engine=self._host.capabilities if self._host else Capabilities(),
             lends=self.lends,

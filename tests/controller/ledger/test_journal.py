@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from windfall.controller.ledger import journal_format
@@ -105,6 +106,20 @@ def written(folder: Path) -> Path:
 def test_round_trip(tmp_path: Path) -> None:
     written(tmp_path / "j")
     assert read(tmp_path / "j") == STORY
+
+
+def test_records_from_before_policies_had_names_are_read(tmp_path: Path) -> None:
+    frame_before = [11, 3, [1], [0], [], b"\0\0\0\0", b"\0\0\0\0", {}]
+    before = [
+        [1, "s"], [2, {1: "7/0"}], [3, frame_before], [4, "7/0", 1.0, None, "", []], [5, 3, [7]], [6, "7/0", -1, b""],
+    ]  # fmt: skip
+    path = tmp_path / "000000.wal"
+    path.write_bytes(b"".join(journal_format.encode_record(msgspec.msgpack.encode(record)) for record in before))
+    records: list[Any] = [record for _, record in read_records(path)]
+    started, assigned, accepted, graded, trained, prompted = records
+    assert (started.next_task, assigned.policies, accepted.frame.versions) == (-1, {}, {})
+    assert (accepted.frame.version_of(""), accepted.frame.version_of("solver")) == (3, None)
+    assert (graded.role, graded.rewards, trained.policy, prompted.role) == ("", (), "", "")
 
 
 def test_flushed_records_outlive_kill_9(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from typing import TypeVar
 
 from windfall.link.messages import Tokens
-from windfall.types import Finish, Response, Sampling, Turn
+from windfall.types import Finish, Response, Sampling, Turn, policy_of
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ class Episode:
     sampling: Sampling
     stop: frozenset[int]
     """Token ids that end a turn."""
+    role: str = ""
+    """The role that samples its tokens."""
     max_turn: int = 0
     """Upper limit for the sampled tokens of one turn. 0: only `max_tokens` limits it."""
     tokens: array[int] = field(default_factory=lambda: array("I"))
@@ -77,9 +79,16 @@ class Episode:
         _extend(self.worker_runs, worker, count)
 
     @property
+    def policy(self) -> str:
+        """The policy that samples its tokens."""
+        return policy_of(self.role)
+
+    @property
     def group(self) -> str:
-        """The group of the response: "7" of "7/0", and of "7/0+1", which is a segment of an agent's response."""
-        return self.id.rpartition("/")[0]
+        """The group within which engines may draft: "7" of "7/0", and of "7/0+1", which is a segment of an agent's
+        response; "7@verifier" if it has a role, because conversations of other roles differ."""
+        task = self.id.rpartition("/")[0]
+        return f"{task}@{self.role}" if self.role else task
 
     @property
     def end(self) -> int:
@@ -137,6 +146,7 @@ class Episode:
             engines=self._sources(self.engine_runs, sampled.count(True)),
             workers=self._sources(self.worker_runs, sampled.count(True)),
             agent=agent,
+            role=self.role,
         )
 
     def _sources(self, runs: Sequence[tuple[str, int]], sampled: int) -> tuple[tuple[str, int], ...]:

@@ -42,6 +42,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1)
     """The first record of every controller process. Responses from other settings do not belong to the run."""
 
     settings: str
+    next_task: int = -1
+    """The first task that no earlier file has tokens of, if the file begins with this record; -1: not known."""
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
@@ -49,6 +51,8 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2
 
     handles: dict[int, str]
     """From handle to response id."""
+    policies: dict[int, str] = {}
+    """From handle to policy, for policies with a name."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):
@@ -67,6 +71,10 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     segments: tuple[tuple[int, int], ...] = ()
     """For the response of an agent, whose session has ended: the numbers of its segments, and how many tokens each has
     after its prompt. Segments of the journal that are not named here are not part of the response."""
+    role: str = ""
+    """Who speaks next (types.Feedback)."""
+    rewards: tuple[tuple[str, float], ...] = ()
+    """Rewards by role."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5):
@@ -76,6 +84,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5)
 
     step: int
     tasks: tuple[int, ...]
+    policy: str = ""
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=6):
@@ -87,6 +96,8 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=6
     """Where the first id stands in the tokens of the segment. -1: it begins the prompt of a new segment."""
     tokens: bytes
     """As in link.messages.Tokens: little-endian, four bytes each."""
+    role: str = ""
+    """The role of the segment."""
 
 
 class TurnCut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=7):

@@ -204,9 +204,8 @@ class Dispatch:
     async def attend(self, link: Link, hello: m.Hello) -> None:
         """Handle one worker from its Hello until it is gone."""
         now, lease = _now(), hello.lease
-        member = self.members.join(
-            hello.name, lease, now, version=hello.version, digest=hello.digest, lends=hello.lends
-        )
+        version, digest = hello.held.get("", (-1, ""))
+        member = self.members.join(hello.name, lease, now, version=version, digest=digest, lends=hello.lends)
         id, price = member.id, prices.of(lease)
         self._set_engine(member, hello.engine)
         # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.

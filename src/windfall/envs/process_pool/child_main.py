@@ -187,7 +187,7 @@ class ChildProgram:
                 "the same number must always give the same task"
             )
             raise failures.invalid_value(f"{self._name}.task({index})", fault)
-        turns = [Turn(text=text, observation=seen, tokens=tokens) for text, seen, tokens in message.turns]
+        turns = [Turn(text=text, observation=seen, tokens=ids, role=role) for text, seen, ids, role in message.turns]
         feedback = self._env.feedback(task, turns)
         if inspect.isawaitable(feedback):
             feedback = await feedback

@@ -111,10 +111,9 @@ class SimWorker:
             return
         now = self._loop.time()
         self.link = self.spec.make_link(self.spec.name, self._receive, self._link_closed, self.spec.latency_s)
-        version, digest = self._held
         hello = m.Hello(
-            protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease, version=version,
-            digest=digest, age_s=now - self._started_s, lends=self.spec.lends,
+            protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease,
+            held={} if self._held[0] < 0 else {"": self._held}, age_s=now - self._started_s, lends=self.spec.lends,
             location="" if self.store is None or self.spec.lends else self.store.location, own_address=self.spec.name,
             holds=tuple(m.Holding(file=file) for file in self.store.complete) if self.store is not None else (),
         )  # fmt: skip

@@ -142,6 +142,20 @@ def test_resume_makes_later_steps_void(path: Path) -> None:
                            ("step", 3)]  # fmt: skip
 
 
+def test_resume_of_a_policy_leaves_the_steps_of_others(path: Path) -> None:
+    log = EventLog(path)
+    solver, verifier = log.bind(policy="solver"), log.bind(policy="verifier")
+    for step in (1, 2):
+        solver.scalar("step", step=step)
+        verifier.scalar("step", step=step)
+    solver.instant("resumed", step=1)
+    with log.bind().span("checkpoint", step=2):
+        pass
+    steps = [(e["name"], e["step"], e.get("policy")) for e in read(path)]
+    assert steps == [("step", 1, "solver"), ("step", 1, "verifier"), ("step", 2, "verifier"),
+                     ("resumed", 1, "solver"), ("checkpoint", 2, None)]  # fmt: skip
+
+
 def test_bill_of_a_void_step_is_kept(path: Path) -> None:
     log = EventLog(path)
     log.scalar("step", step=1, bill={"holders": {}}, trained=5)

@@ -11,7 +11,8 @@ Each line is written in one piece and flushed at once, so a killed process leave
 
 The first write that fails raises an error and calls `failed`. After that nothing more is written, because the run is
 ending. A run that was resumed from step k has an instant "resumed" with that step; `read` then leaves out the events of
-the lost steps after k.
+the lost steps after k. If a run has several policies, events of one have its name as `policy`, and so has its
+"resumed": steps of the others were not lost.
 
 The log reads the time from a `Clock`: a run in virtual time (windfall.sim) has its own.
 """
@@ -90,6 +91,10 @@ class EventLog:
     def scalar(self, name: str, **fields: Any) -> None:
         self._write("scalar", name, fields)
 
+    def bind(self, **fields: Any) -> EventLog:
+        """The same log, with these fields in every event. Itself if there are none."""
+        return _BoundLog(self, fields) if fields else self
+
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
         """Time a block, which may add fields to the dict that it gets. The event is written even after an error."""
@@ -140,6 +145,20 @@ class EventLog:
         error = unwritable("the event log", self.path, e, fix)
         self.failed(error)
         return error
+
+
+class _BoundLog(EventLog):
+    def __init__(self, log: EventLog, fields: dict[str, Any]) -> None:
+        self.path, self.clock, self._log, self._fields = log.path, log.clock, log, fields
+
+    def attach(self, sink: Sink) -> None:
+        self._log.attach(sink)
+
+    def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
+        self._log._write(kind, name, self._fields | fields)
+
+    def close(self) -> None:
+        """Whoever opened the log closes it."""
 
 
 def _ends_mid_line(path: Path) -> bool:
@@ -216,15 +235,15 @@ def read(path: Path, *, without: Collection[str] = ()) -> list[Event]:
     events: list[Event] = []
     for event in scan(path):
         if event["name"] == "resumed":
-            events = [e for e in map(partial(_void, after=event["step"]), events) if e is not None]
+            events = [e for e in map(partial(_void, resumed=event), events) if e is not None]
         for key in without:
             event.pop(key, None)
         events.append(event)
     return events
 
 
-def _void(event: Event, after: int) -> Event | None:
-    if event.get("step", 0) <= after:
+def _void(event: Event, resumed: Event) -> Event | None:
+    if event.get("step", 0) <= resumed["step"] or event.get("policy") != resumed.get("policy"):
         return event
     if not event.get("bill"):
         return None

@@ -9,7 +9,8 @@ from windfall.types import Group, Response, Task
 
 def segment(id: str, role: str = "", **fields: Any) -> Response:
     made: dict[str, Any] = {"prompt": (1,), "tokens": (2,), "logprobs": (0.0,), "sampled": (True,), "versions": (0,)}
-    return Response(id=id, role=role, **made | {"finish": "stop"} | fields)
+    made |= {"finish": "stop", **fields}
+    return Response(id=id, role=role, **made)
 
 
 def debate(**fields: Any) -> Response:

@@ -9,6 +9,7 @@ runs/NAME/
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
   controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
   env.log  env.log.1                                       what the environment prints
+  policies/NAME/checkpoints/  policies/NAME/tokenizer/     of each policy, if there are several
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from typing import Any
 from windfall.errors import WindfallError, describe_exit, describe_write, nearest
 from windfall.recipe.env_sections import AgentLimits, DatasetEnv
 from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.recipe.policies import PolicySection
 from windfall.recipe.section_base import Section
-from windfall.recipe.sections import Recipe
+from windfall.recipe.sections import ChatSection, Recipe
 
 UNRECORDED = 64
 """Exit status of a process that could not record its error: this number plus the error number of the operating system
@@ -47,6 +49,15 @@ def recipe_file(run: Path) -> Path:
     if not (run / "recipe.toml").is_file():
         raise WindfallError("not a run: it has no recipe.toml", where=str(run), fix="Give a folder such as runs/demo.")
     return run / "recipe.toml"
+
+
+def policy_folder(run: Path, policy: str) -> Path:
+    """Where the checkpoints and the tokenizer of a policy are: in the run's folder, if that has one policy.
+
+    >>> policy_folder(Path("runs/demo"), "").as_posix(), policy_folder(Path("runs/demo"), "solver").as_posix()
+    ('runs/demo', 'runs/demo/policies/solver')
+    """
+    return run / "policies" / policy if policy else run
 
 
 def check_exists(run: Path) -> None:
@@ -86,11 +97,25 @@ def replace(path: Path, text: str) -> None:
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make paths absolute, so that the run can be resumed from any folder. run.folder stays as it is: a run goes on in
     its own folder."""
-    changes = {name: _resolved(section) for name, section in recipe if isinstance(section, Section) and name != "run"}
+    changes: dict[str, Any] = {
+        name: _resolved(section) for name, section in recipe if isinstance(section, Section) and name != "run"
+    }
     changes["chat"] = recipe.chat.with_source()
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
+    changes["policies"] = {name: _resolved_policy(own) for name, own in recipe.policies.items()}
     return recipe.model_copy(update=changes)
+
+
+def _resolved_policy(own: PolicySection) -> PolicySection:
+    changes: dict[str, Any] = {"lora": own.lora and _resolved(own.lora)}
+    if own.model and Path(own.model).is_dir():
+        changes["model"] = str(Path(own.model).resolve())
+    if "template" in own.chat:
+        changes["chat"] = {**own.chat, "template": ChatSection(template=own.chat["template"]).source() or ""}
+    if "path" in own.eval:
+        changes["eval"] = {**own.eval, "path": str(Path(own.eval["path"]).resolve())}
+    return own.model_copy(update=changes)
 
 
 def _resolved(section: Section) -> Section:

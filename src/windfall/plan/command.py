@@ -21,6 +21,7 @@ from windfall.plan.run import recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.recipe.policies import refuse_several
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -50,6 +51,7 @@ def main(
         _check_target(write, what)
     is_recipe = what.endswith(".toml")
     base = load_recipe(Path(what), list(overrides)) if is_recipe else recipe.of_model(what, overrides)
+    refuse_several(base.policies)
     work = recipe.recipe_workload(base)
     if staleness is not None:
         work = replace(work, staleness=staleness)

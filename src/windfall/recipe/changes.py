@@ -10,7 +10,7 @@ A rule for a key overrides the rule for its section. A key without any rule is f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from windfall.recipe.section_base import Section
@@ -62,6 +62,10 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "engine.kv_dtype": ("noted", "Log-probs before and after are rounded differently."),
     "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
     "eval.every": ("free", ""),
+    "policies": (
+        "fixed",
+        "Names, models and what is trained belong to the run; keys of a policy follow their sections.",
+    ),
 }
 
 
@@ -86,6 +90,28 @@ def recipe_changes(old: Recipe, new: Recipe) -> list[KeyChange]:
     >>> [str(c) for c in recipe_changes(Recipe(), new)]
     ['train.lr: 0.0001 -> 0.5. Updates after this point use different settings.']
     """
+    if _policies(old) != _policies(new):
+        verdict, why = RULES["policies"]
+        return [KeyChange(key="policies", old=_policies(old), new=_policies(new), verdict=verdict, why=why)]
+    found = {name: _changes(old.of(name), new.of(name)) for name in new.names()}
+    first, *others = found.values()
+    common = [change for change in first if all(change in other for other in others)]
+    return common + [
+        replace(change, key=f"policies.{name}.{change.key}")
+        for name, changes in found.items()
+        for change in changes
+        if change not in common
+    ]
+
+
+def _policies(recipe: Recipe) -> dict[str, Any]:
+    """What cannot change: names, bases, and which policies are trained."""
+    bases = {name: base for base, names in recipe.bases().items() for name in names}
+    kept = {"base", "frozen", "copy_of"}
+    return {n: {"base": bases[n], **own.model_dump(include=kept)} for n, own in recipe.policies.items()}
+
+
+def _changes(old: Recipe, new: Recipe) -> list[KeyChange]:
     found = []
     for name, was, now in _differences(old, new):
         section, key = name.split(".")[:2]
@@ -115,6 +141,14 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     `rollout.on_new_weights` decide when a token is generated and whether it is used, not what it is: every token in the
     journal has its version, which is compared with the bound when the response is opened again and when it is used.
     """
+    if recipe.policies:
+        own = {f"policies.{name}": section.model_dump(include={"copy_of", "every"})
+               for name, section in recipe.policies.items()}  # fmt: skip
+        return own | {
+            f"policies.{name}.{key}": value
+            for name in recipe.names()
+            for key, value in token_settings(recipe.of(name)).items()
+        }
     values = recipe.model_dump(mode="json")
     sections = ("run", "model", "env", "chat", "algorithm", "rollout", "train")
     excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}

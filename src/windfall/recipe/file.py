@@ -139,6 +139,8 @@ def dump_recipe(recipe: Recipe, *, all_keys: bool = True) -> str:
     """The recipe as TOML. `load_recipe` reads it back to an equal recipe. `all_keys`: also those at their defaults."""
     lines: list[str] = []
     for section, values in recipe.model_dump(exclude_none=True, exclude_defaults=not all_keys).items():
+        if not values:  # [policies] of a run that has one
+            continue
         lines.append(f"[{section}]")
         lines += [f"{key} = {to_toml(value)}" for key, value in values.items()]
         lines.append("")

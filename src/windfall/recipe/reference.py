@@ -12,6 +12,7 @@ from typing import Any
 
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.file import to_toml
+from windfall.recipe.policies import PolicySection
 from windfall.recipe.section_base import Section
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import section_at, sections_in
@@ -62,6 +63,9 @@ def all_sections() -> Iterator[tuple[str, type[Section]]]:
             yield from ((f'[env] with name = "{label}"', section) for label, section in ENVS.items())
             continue
         (section,) = sections_in(field.annotation)
+        if section is PolicySection:
+            yield "[policies.NAME]", section
+            continue
         yield from _with_inner(name, section)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, nearest
+from windfall.recipe import policies as policy_sections
 from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
+from windfall.recipe.policies import PolicyName, PolicySection
 from windfall.recipe.section_base import Beta, BucketUrl, Count, Device, Endpoint, FilePath, Section, Share, with_parts
 from windfall.types import ZONE_USD_PER_GB, Sampling
 
@@ -363,6 +365,8 @@ class Recipe(Section):
     trace: Trace = Trace()
     techniques: Techniques = Techniques()
     log: LogSection = LogSection()
+    policies: dict[PolicyName, PolicySection] = Field(default={})
+    """Several policies in one run."""
 
     if TYPE_CHECKING:
 
@@ -373,6 +377,64 @@ class Recipe(Section):
     def task_env(self) -> Env:
         """The environment that gives the tasks: [env], or [env.tasks] if that is an agent with such a section."""
         return self.env.tasks or self.env if isinstance(self.env, AgentEnv) else self.env
+
+    def names(self) -> tuple[str, ...]:
+        """The policies, those that are trained first; ("",) without [policies]. The first one is the lead."""
+        return tuple(sorted(self.policies, key=lambda name: not self.policies[name].trained)) or ("",)
+
+    def of(self, policy: str) -> Recipe:
+        """The recipe as this policy sees it: with its own keys, and without [policies]. "" sees it as it is."""
+        if not policy:
+            return self
+        values: dict[str, Any] = {**dict(self), "policies": {}}
+        for section, keys in policy_sections.changes(self.policies, policy, self.algorithm.name).items():
+            values[section] = {**dict(values[section]), **keys}
+        return type(self).model_validate(values)
+
+    def bases(self) -> dict[str, tuple[str, ...]]:
+        """The policies on each base, by the name of the first: one trainer and one kind of engine for each."""
+        found: dict[tuple[str, str], tuple[str, ...]] = {}
+        for name in self.names():
+            view, own = self.of(name), self.policies.get(name)
+            shares = own is not None and (not own.trained or view.train.lora is not None)
+            base = view.model.path, "" if shares else name
+            found[base] = (*found.get(base, ()), name)
+        return {names[0]: names for names in found.values()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_without_local(cls, data: Any) -> Any:
+        """With several policies, the trainers do not generate unless the recipe asks for it, which is refused."""
+        if isinstance(data, dict) and data.get("policies") and isinstance(data.get("fleet", {}), dict):
+            return {**data, "fleet": {"local": False, **data.get("fleet", {})}}
+        return data
+
+    @model_validator(mode="after")
+    def _several(self) -> Recipe:
+        policy_sections.check(self.policies)
+        for name in self.policies:
+            try:
+                view = self.of(name)
+            except ValidationError as e:
+                error = e.errors()[0]
+                where, what = ".".join(map(str, ("policies", name, *error["loc"]))), error["msg"]
+                if error["type"] == "extra_forbidden":
+                    section, key = map(str, error["loc"][:2])
+                    what = f"unknown key. {nearest(key, dict(getattr(self, section)))}"
+                raise ValueError(f"{where}: {what.removeprefix('Value error, ')}") from None
+            if self.policies[name].copy_of and view.train.lora is None:
+                raise ValueError(
+                    f"policies.{name}.copy_of: {self.policies[name].copy_of!r} trains all weights, and only adapters "
+                    "are copied. Give it a `lora`, or set `model` to a checkpoint folder and `frozen` here."
+                )
+        if self.policies and self.fleet.local:
+            raise ValueError("fleet.local = true is for runs with one policy; with [policies], set it to false")
+        if self.train.rendezvous and len(found := self.bases()) > 1:
+            raise ValueError(
+                f"train.rendezvous is for one trainer, and these policies need {len(found)}: {', '.join(found)}. "
+                "Remove it, or have all policies train adapters of one model."
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from windfall.errors import nearest
+from windfall.recipe.policies import PolicySection
 from windfall.recipe.section_base import Section, part_sections
 from windfall.recipe.sections import Recipe
 
@@ -108,8 +109,8 @@ REMOVED: dict[str, str] = {
     ),
 }
 """Keys and environments of earlier versions, and what to do instead."""
-EXPERIMENTS = ("techniques", "trace")
-"""Sections for experiments: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
+EXPERIMENTS = ("techniques", "trace", "policies")
+"""Sections for experiments and special cases: a key that is unknown elsewhere is hardly one of theirs, or of a part."""
 MAX_SUGGESTIONS = 3
 """A name that fits more keys than this says too little."""
 CLOSE, VERY_CLOSE = 0.6, 0.8
@@ -151,8 +152,8 @@ def section_at(sections: list[str], data: Any) -> type[Section]:
     model: type[Section] = Recipe
     for name in sections:
         data = data[int(name)] if isinstance(data, list) else data.get(name) if isinstance(data, dict) else None
-        if name.isdecimal():  # the element of a list, whose class is known already
-            continue
+        if name.isdecimal() or (model is PolicySection and name not in model.model_fields):
+            continue  # the element of a list, or the name of a policy: its class is known already
         variants = list(sections_in(model.model_fields[name].annotation))
         chosen = data.get("name") if isinstance(data, dict) else None
         model = next((v for v in variants if len(variants) > 1 and _is_named(v, chosen)), variants[0])

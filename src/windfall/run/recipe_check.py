@@ -20,6 +20,7 @@ from windfall.link import tls
 from windfall.models import load
 from windfall.providers import trace
 from windfall.providers.trace import Change
+from windfall.recipe.policies import refuse_several
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.weights import adapter_folder
@@ -34,6 +35,7 @@ GENERATED_TRACE_S = 24 * 3600.0
 
 def check(recipe: Recipe) -> str:
     """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
+    refuse_several(recipe.policies)
     check_adapter(recipe)
     if recipe.run.device.startswith("cuda"):
         from windfall import devices

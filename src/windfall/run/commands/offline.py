@@ -31,6 +31,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
+from windfall.recipe.policies import refuse_several
 from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
 from windfall.run.views.figures import graded, passes, reward_parts
@@ -75,6 +76,7 @@ class _Results:
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
     """`show`: number of tasks whose first response is printed."""
+    refuse_several(recipe.policies)
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:

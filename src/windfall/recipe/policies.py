@@ -1,0 +1,113 @@
+"""The section [policies]: several policies in one run (docs/policies.md).
+
+A policy sees the recipe as if it were alone: `Recipe.of` puts the keys of its section into the others. Policies with
+the same model are on one *base* unless they train all of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from windfall.errors import WindfallError
+from windfall.recipe.lora import Lora
+from windfall.recipe.section_base import Count, Section
+
+ROLLOUT = ("groups", "staleness", "max_draws", "max_tokens", "turn_tokens", "temperature", "top_p", "top_k")
+"""Keys of [rollout] that may differ between policies. The others belong to the tasks, which all policies share."""
+OF_A_TRAINER = (
+    "lora", "ranks", "rendezvous", "machine_timeout_s", "offload", "checkpoint_activations", "rank_timeout_s",
+)  # fmt: skip
+"""Keys of [train] that cannot differ, because one trainer may have several policies."""
+
+
+def _check_name(name: str) -> str:
+    if not (name[:1].isalpha() and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-") and len(name) <= 32):
+        raise ValueError("use up to 32 lowercase letters, digits, '-' and '_' for a policy's name, a letter first")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_check_name)]
+
+
+class PolicySection(Section):
+    """One of several policies that are trained together, such as [policies.solver] and [policies.verifier]. Its keys
+    replace those of other sections for this policy. Without such a section, a run has one policy. Several are not
+    supported yet: every command that would run such a recipe refuses it."""
+
+    model: str = ""
+    """Model of this policy. Empty: `model.path`."""
+    lora: Lora | None = None
+    """Train an adapter: the keys of [train.lora]. Policies with the same model that all have adapters, or are not
+    trained, share one copy of it in every engine and trainer. If left out: [train.lora], if there is one."""
+    algorithm: str = ""
+    """Algorithm of this policy. Empty: that of [algorithm]. Another one has its default options."""
+    frozen: bool = False
+    """Do not train this policy: it only answers, as a reference or an opponent."""
+    copy_of: str = ""
+    """Name of a policy with an adapter. This policy is not trained: it is an earlier version of that one."""
+    every: Count = 10
+    """With `copy_of`: the copy is renewed whenever the other policy has made this many steps."""
+    rollout: dict[str, Any] = Field(default={})
+    """Keys of [rollout] that differ for this policy: groups, staleness, max_draws, max_tokens, turn_tokens,
+    temperature, top_p and top_k."""
+    train: dict[str, Any] = Field(default={})
+    """Keys of [train] that differ for this policy, such as `{ lr = 1e-5 }`."""
+    chat: dict[str, Any] = Field(default={})
+    """Keys of [chat] that differ for this policy."""
+    eval: dict[str, Any] = Field(default={})
+    """Keys of [eval] that differ for this policy. `{ tasks = 0 }` turns its evaluation off."""
+
+    @property
+    def trained(self) -> bool:
+        return not self.frozen and not self.copy_of
+
+
+def changes(policies: Mapping[str, PolicySection], name: str, algorithm: str) -> dict[str, dict[str, Any]]:
+    """The keys that a policy changes, by section. `algorithm`: that of the recipe."""
+    own = policies[name]
+    weights = policies[own.copy_of] if own.copy_of else own
+    train = dict(weights.train)
+    if own.frozen or weights.lora is not None:
+        train["lora"] = weights.lora
+    another = bool(own.algorithm) and own.algorithm != algorithm
+    found = {
+        "model": {"path": weights.model} if weights.model else {},
+        "algorithm": {"name": own.algorithm, "options": {}} if another else {},
+        "rollout": own.rollout,
+        "train": train,
+        "chat": own.chat,
+        "eval": own.eval,
+    }
+    return {section: keys for section, keys in found.items() if keys}
+
+
+def check(policies: Mapping[str, PolicySection]) -> None:
+    """Raise ValueError if sections contradict each other or have keys that a policy cannot have."""
+    for name, own in policies.items():
+        where = f"policies.{name}"
+        if other := [key for key in own.rollout if key not in ROLLOUT]:
+            can = ", ".join(ROLLOUT)
+            raise ValueError(f"{where}.rollout: '{other[0]}' cannot differ between policies; these can: {can}")
+        if other := [key for key in own.train if key in OF_A_TRAINER]:
+            fix = f"set {where}.lora" if other[0] == "lora" else "set it in [train]"
+            raise ValueError(f"{where}.train: '{other[0]}' is not a key for a policy's `train`; {fix}")
+        kind = f"copy_of = {own.copy_of!r}" if own.copy_of else "frozen = true"
+        given = [key for key in ("lora", "algorithm", "train") if getattr(own, key)]
+        given += [key for key in ("model", "frozen") if own.copy_of and getattr(own, key)]
+        if not own.trained and given:
+            raise ValueError(f"{where}: {kind} excludes '{given[0]}', because this policy is not trained; remove one")
+        if own.copy_of and (own.copy_of not in policies or not policies[own.copy_of].trained):
+            trained = ", ".join(n for n in policies if policies[n].trained) or "there is none"
+            raise ValueError(f"{where}.copy_of = {own.copy_of!r} is not a policy that is trained ({trained})")
+    if policies and not any(own.trained for own in policies.values()):
+        raise ValueError("no policy is trained: remove frozen or copy_of from one of [policies]")
+
+
+def refuse_several(policies: Mapping[str, PolicySection]) -> None:
+    """Called by every command that runs a recipe, until all of them know several policies."""
+    if policies:
+        fix = "Remove [policies], and run one recipe for each policy."
+        raise WindfallError("runs with several policies are not supported yet", where="policies", fix=fix)

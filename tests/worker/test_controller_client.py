@@ -30,7 +30,7 @@ def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
             assert (w.builds, w.engine.weights) == ([SPEC], "d0")
             (load,) = w.puller.loads
             assert [source.location for source in load.files[0].route.sources] == ["http://127.0.0.1:99"]
-            assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
+            assert (s.hellos[0].model, s.hellos[0].held) == ("", {})
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0
             assert w.said[-1] == "drained: the run is over"
@@ -55,7 +55,7 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
             assert len(w.builds) == 1, "the engine is not built again"
             assert w.client._host is host
             assert w.puller.bytes_received == 100, "the weights are not pulled again"
-            assert (s.hellos[1].model, s.hellos[1].version, s.hellos[1].digest) == ("model-1", 0, "d0")
+            assert (s.hellos[1].model, s.hellos[1].held) == ("model-1", {"": (0, "d0")})
             again = sum(w.engine.made.values()) - len(e.tokens)
             assert again <= made - before + 20, "only what was on its way is made again"
             assert len(s.named("worker_lost")) == 1

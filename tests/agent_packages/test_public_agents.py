@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.agent_controller import Scene
 from tests.support.samplers import TOKENIZER, Scripted, close, serving
+from windfall.controller.gateway.session import TokenLimits
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 
 PACKAGES = {"openai_client": "openai", "smolagents_agent": "smolagents", "openai_agents": "agents"}
@@ -36,7 +37,7 @@ def test_package_uses_tools_and_finishes(program: AgentProgram) -> None:
 
     async def main() -> None:
         async with serving(policy) as (gateway, url), AgentLauncher(program) as launcher:
-            session = gateway.open("0/0", max_tokens=1000)
+            session = gateway.open("0/0", {"": TokenLimits(1000)})
             variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": "scripted"}
             never: Any = asyncio.get_running_loop().create_future()
             exit = await asyncio.wait_for(launcher.run({"index": 0}, variables, never), 240)

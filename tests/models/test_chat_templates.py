@@ -141,7 +141,7 @@ def turn_ids(family: str, before: list[dict[str, Any]], turn: dict[str, Any], fo
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_session_continues_its_ids_as_the_template_would(family: str) -> None:
     t, c = hub(family), chat(family)
-    history = SessionHistory(c)
+    history = SessionHistory({"": c})
     messages = list(ASK)
     for turn, follows in ((CALLS, RESULT), (SAYS, THANKS)):
         call = history.place(messages, TOOLS)
@@ -183,7 +183,7 @@ def test_tool_calls_are_read_from_what_the_template_writes(family: str) -> None:
 
 def test_a_turn_that_was_cut_off_is_closed_by_the_template() -> None:
     c = chat("qwen2_5")
-    history = SessionHistory(c)
+    history = SessionHistory({"": c})
     call = history.place(ASK)
     cut = hub("qwen2_5").encode("Yes, 12 °C.", add_special_tokens=False)
     history.answer(call, cut, SAYS)
@@ -192,7 +192,7 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template() -> None:
 
 def test_another_end_than_the_template_writes_opens_a_segment() -> None:
     c = chat("llama3_1")
-    history = SessionHistory(c)
+    history = SessionHistory({"": c})
     call = history.place(ASK)
     history.answer(call, hub("llama3_1").encode("Yes, 12 °C.<|eom_id|>", add_special_tokens=False), SAYS)
     assert history.place([*ASK, SAYS, THANKS]).prompt == c.prompt([*ASK, SAYS, THANKS])

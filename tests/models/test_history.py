@@ -41,7 +41,7 @@ STOP = HUB.convert_tokens_to_ids("<|im_end|>")
 
 
 def history() -> SessionHistory:
-    return SessionHistory(Chat(HUB, frozenset([STOP])))
+    return SessionHistory({"": Chat(HUB, frozenset([STOP]))})
 
 
 def ids(text: str) -> list[int]:
@@ -95,7 +95,7 @@ def test_an_abandoned_call_leaves_nothing() -> None:
 
 
 def test_ids_continue_the_longest_prefix() -> None:
-    h = SessionHistory(None)
+    h = SessionHistory({"": None})
     h.answer(h.place_ids([1, 2]), [3, 4], None)
     call = h.place_ids([1, 2, 3, 4, 5])
     assert (call.segment.index, call.new, call.prompt) == (0, (5,), (1, 2, 3, 4, 5))

@@ -43,6 +43,20 @@ def talk(task: dict[str, Any], folder: str = "", pause_s: float = 0.0) -> float:
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
+async def argues(task: dict[str, Any], session: Any, folder: str = "") -> dict[str, Any]:
+    """Two roles speak twice each, in conversations of their own, and get rewards of their own. With a folder, the
+    agent ends in the middle when it is first started."""
+    said = []
+    for turn in range(2):
+        for role in (":pro", ":con"):
+            said.append(await session.sample(role, f"{task['index']}{role}{turn}", max_tokens=6))
+            begun = Path(folder or "/", f"begun-{task['index']}-{task['sibling']}")
+            if folder and len(said) == 3 and not begun.exists():
+                begun.touch()
+                os._exit(3)
+    return {"rewards": {":pro": float(len(said[0])), ":con": float(len(said[1]))}}
+
+
 def uses_tools(task: dict[str, Any], folder: str = "", pause_s: float = 0.0) -> float:
     """Three calls of a tool, which the policy must make. The reward is the mean of their arguments."""
     tool = {"name": "f", "description": "Doubles a number.", "parameters": {"type": "object", "properties": {}}}

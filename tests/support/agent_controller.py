@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support.samplers import EOS, TEMPLATE, TOKENIZER
+from tests.support.samplers import EOS, TOKENIZER, voice
 from tests.support.small_models import engine as new_engine
 from windfall.controller.gateway.agents import AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
@@ -28,11 +28,10 @@ from windfall.envs.hosting import Numbered
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.models import attention
-from windfall.models.chat import Chat
 from windfall.models.load import load
 from windfall.models.text import Text
 from windfall.processes.output_log import OutputFile
-from windfall.recipe.sections import RolloutSection
+from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.types import Chunk, Request, Response, Sampling
 
@@ -110,10 +109,10 @@ class Scene:
         options = RolloutSection(**{"max_tokens": 200, **self.options})
         host = InProcess(self.env)
         text = Text(TOKENIZER)
-        self.rollout = Rollout(dispatch, host, text, options, seed=7, events=events)
+        self.rollout = Rollout(dispatch, host, {"": text}, Recipe(rollout=options), seed=7, events=events)
         self.rollout.load_history(past, lambda id: True)
-        sampler = DispatchSampler(dispatch, model="tiny", context=self.context, stop=frozenset([EOS]))
-        gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, text.stop, template=TEMPLATE), text.stop)
+        sampler = DispatchSampler(dispatch, model="tiny", stop={"": frozenset([EOS])})
+        gateway = Gateway(sampler, {"": voice(self.context)})
         port = await gateway.listen("127.0.0.1", 0, "")
         limits = {"concurrency": 3, "time_limit_s": 30.0, "restart": True, "failed_reward": "missing"}
         limits |= self.limits
@@ -130,7 +129,7 @@ class Scene:
                 await worker.__aenter__()
             beside = asyncio.create_task(self.during(self)) if self.during else None
             try:
-                async for group in self.rollout.groups(self.tasks, size=self.size, sampling=Sampling()):
+                async for group in self.rollout.groups(self.tasks, size=self.size, sampling=lambda policy: Sampling()):
                     self.responses.update({r.id: r for r in group.responses})
                 if beside is not None:
                     await beside
@@ -148,7 +147,7 @@ class Scene:
 
     def check_tokens(self, *others: Made) -> int:
         """Every token to train on is what an engine sampled for its segment. Returns the number of tokens."""
-        from windfall.controller.gateway.dispatch_sampler import segment_seed
+        from windfall.controller.ledger.episode import segment_seed
         from windfall.controller.rollout.stream import seed_of
 
         count, made = 0, {k: v for part in (*others, self.made) for k, v in part.items()}

@@ -12,6 +12,7 @@ import xxhash
 from tests.support import quiet_loop
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.gateway.session import GatewaySession, Progress, SampledTurn, TurnRequest
+from windfall.controller.gateway.voice import Voice
 from windfall.models import tokenizer
 from windfall.models.chat import Chat
 from windfall.models.history import Segment
@@ -30,7 +31,7 @@ TEMPLATE = (
 class Scripted:
     """Answers every call with the next text, token by token."""
 
-    model, context, vocabulary = "scripted", 4096, 99
+    model = "scripted"
 
     def __init__(self, *texts: str, step_s: float = 0.0) -> None:
         self.texts, self.requests, self.step_s = list(texts), list[TurnRequest](), step_s
@@ -53,6 +54,9 @@ class Scripted:
         self.turns.append(turn)
         return turn
 
+    def vocabulary(self, policy: str) -> int:
+        return 99
+
     def retract(self, request: TurnRequest) -> None:
         self.retracted.append(request.segment)
 
@@ -60,7 +64,7 @@ class Scripted:
 class OnEngine:
     """Samples with an engine, one step at a time. The seed of a turn follows from its session, segment and turn."""
 
-    model, context, vocabulary = "tiny", 1024, 99
+    model = "tiny"
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.waiting = engine, dict[str, tuple[list[Any], asyncio.Event]]()
@@ -87,14 +91,21 @@ class OnEngine:
         self.turns[request.session, request.segment, number] = (request.prompt, turn)
         return turn
 
+    def vocabulary(self, policy: str) -> int:
+        return 99
+
     def retract(self, request: TurnRequest) -> None: ...
 
 
-@asynccontextmanager
-async def serving(sampler: Any) -> Any:
-    """A gateway on a port, and its address."""
+def voice(context: int) -> Voice:
     stop = frozenset([EOS])
-    gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, stop, template=TEMPLATE), stop)
+    return Voice(TOKENIZER, Chat(TOKENIZER, stop, template=TEMPLATE), stop, context)
+
+
+@asynccontextmanager
+async def serving(sampler: Any, *policies: str, context: int = 4096) -> Any:
+    """A gateway on a port, and its address."""
+    gateway = Gateway(sampler, {policy: voice(context) for policy in policies or ("",)})
     port = await gateway.listen("127.0.0.1", 0, "")
     try:
         yield gateway, f"http://127.0.0.1:{port}/v1"

@@ -16,6 +16,7 @@ from windfall.controller.rollout.stream import Rollout, seed_of
 from windfall.engine.base import Engine
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import in_process_worker
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
@@ -95,7 +96,9 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     dispatch = Dispatch(events=events)
     options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
     text: Any = CharacterText()
-    rollout = Rollout(dispatch, InProcess(env), text, Options(**options), seed=SEED, events=events)
+    rollout = Rollout(
+        dispatch, InProcess(env), {"": text}, Recipe(rollout=Options(**options)), seed=SEED, events=events
+    )
     async with in_process_worker(dispatch, engine, slots=256, on_failure=rollout.interrupt):
         dispatch.set_offer(Offer(version=engine.version, digest="as it is"))
         watching = asyncio.create_task(dispatch.watch())
@@ -110,7 +113,7 @@ def run(engine: Any, env: Asks, folder: Path, *, tasks: Sequence[int], size: int
         **options: Any) -> tuple[list[Any], Rollout]:  # fmt: skip
     async def all_groups() -> tuple[list[Any], Rollout]:
         async with rolling(engine, env, folder, **options) as rollout:
-            groups = rollout.groups(tasks, size=size, sampling=Sampling(top_k=9))
+            groups = rollout.groups(tasks, size=size, sampling=lambda policy: Sampling(top_k=9))
             return [g async for g in groups], rollout
 
     return asyncio.run(all_groups())

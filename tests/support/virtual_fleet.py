@@ -32,6 +32,7 @@ from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import Lease, Response, Sampling
@@ -150,7 +151,7 @@ class Crew:
 
     dispatch: Dispatch
     rollout: Rollout
-    env: MultiTurnEnv
+    env: Any
     loop: StepLoop
     made: Counter[tuple[int, int]] = field(default_factory=Counter)
     hands: list[Hand] = field(default_factory=list)
@@ -180,7 +181,7 @@ class Crew:
         watching = asyncio.create_task(self.dispatch.watch())
         try:
             async with asyncio.timeout(600):  # virtual
-                async for g in self.rollout.groups(TASKS, size=SIZE, sampling=Sampling()):
+                async for g in self.rollout.groups(TASKS, size=SIZE, sampling=lambda policy: Sampling()):
                     self.groups[g.index] = g.responses
         finally:
             self.loop.between(None)
@@ -201,7 +202,7 @@ Moment = Callable[[Crew], object]
 
 def roll(
     folder: Path, moment: Moment = lambda crew: None, *, journal: Path | None = None, check_from: int = 0,
-    max_tokens: int = 24, stop: frozenset[int] = CharacterText.stop,
+    max_tokens: int = 24, stop: frozenset[int] = CharacterText.stop, make_env: Callable[[], Any] = MultiTurnEnv,
 ) -> Crew:  # fmt: skip
     """Run one rollout, from its first callback to its last group. The rules are checked between any two callbacks,
     beginning with `check_from`: what comes before is the same in every run."""
@@ -211,9 +212,10 @@ def roll(
         async def main() -> Crew:
             events = EventLog(folder / "events.jsonl")
             written = Journal(journal, "settings") if journal else None
-            dispatch, env, text = Dispatch(events=events, journal=written), MultiTurnEnv(), CharacterText()
+            dispatch, env, text = Dispatch(events=events, journal=written), make_env(), CharacterText()
+            texts: Any = {"": text}
             options = Options(max_tokens=max_tokens, reward_tries=2, reward_timeout_s=20.0)
-            rollout = Rollout(dispatch, InProcess(env), text, options, seed=3, events=events)  # pyright: ignore
+            rollout = Rollout(dispatch, InProcess(env), texts, Recipe(rollout=options), seed=3, events=events)
             crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
             text.stop = stop
             if written is not None:

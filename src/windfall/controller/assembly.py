@@ -130,7 +130,7 @@ class ControllerLife:
         if not self._resumed:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         rollout = self.rollout = Rollout(
-            self.dispatch, env, text(), recipe.rollout, seed=recipe.run.seed, events=self.events
+            self.dispatch, env, {"": text()}, recipe, seed=recipe.run.seed, events=self.events
         )
         if self.on_rollout is not None:
             context = json.loads(hello.engine.model_config).get("max_position_embeddings")
@@ -202,7 +202,7 @@ class ControllerLife:
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
-        self.rollout.context = model.get("max_position_embeddings")
+        self.rollout.contexts[""] = model.get("max_position_embeddings")
         self.on_trainer(hello)
         self._offer(Offer(version=hello.version, digest=hello.digest))
         admission.restore(

@@ -81,7 +81,7 @@ class Generation:
     def start(self) -> None:
         options = self._options
         self._stream = self.rollout.stream(
-            size=options.group_size, sampling=options.sampling(), on_group=self._group_arrived,
+            size=options.group_size, sampling=self.rollout.sampling, on_group=self._group_arrived,
             on_skipped=self._task_skipped, on_too_old=self._too_old,
         )  # fmt: skip
         self._running = asyncio.create_task(self._stream.run(), name="generation")
@@ -89,7 +89,7 @@ class Generation:
         self._replaced = []
         self.reset_counters()  # what the journal has of open responses is counted as restored
         if self.asynchronous:
-            self._stream.expire(self.admission.oldest_version)
+            self._stream.expire({"": self.admission.oldest_version})
             self.admit()
 
     async def stop(self) -> None:
@@ -109,7 +109,7 @@ class Generation:
         """The next version exists: what has become too old is dropped, and more tasks may be opened."""
         self.admission.publish()
         if self.asynchronous and self._stream is not None:
-            self._stream.expire(self.admission.oldest_version)
+            self._stream.expire({"": self.admission.oldest_version})
             # The new version is offered already, so queued responses begin with it or with a newer one.
             self.admission.not_begun(self._stream.not_begun())
             self.admit()

@@ -172,7 +172,7 @@ class ControllerProcess:
         for observer in self.observers:
             observer.attach(rollout)
         if agents.launcher is not None:
-            await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
+            await agents.open(rollout, {"": tokenizer.load(self.folder / "tokenizer")}, {"": model_context})
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""

@@ -36,7 +36,7 @@ class Env(Protocol):
         ...
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback | Awaitable[Feedback]:
-        """Judge the episode: a reward ends it, an observation asks for one more turn.
+        """Judge the episode: a reward ends it, an observation asks for one more turn, by the role that it names.
 
         An observation may come with a reward, which counts only if the response has no tokens left for another turn.
         The call may be slow. If it raises, it is retried; if all tries fail, the reward is missing, never zero.

@@ -301,17 +301,19 @@ def answer_message(number: int, value: Task | Feedback | EnvFailed) -> e.TaskMad
         return e.CallFailed(number=number, error=what, cause=cause, traceback=traceback, final=value.final)
     if isinstance(value, Task):
         if isinstance(value.prompt, str):
-            return e.TaskMade(number=number, id=str(value.id), prompt=str(value.prompt))
+            return e.TaskMade(number=number, id=str(value.id), prompt=str(value.prompt), role=str(value.role))
         messages = [
             {key: str(part) if isinstance(part, str) else part for key, part in message.items()}
             for message in value.prompt
         ]
-        return e.TaskMade(number=number, id=str(value.id), prompt=messages)
+        return e.TaskMade(number=number, id=str(value.id), prompt=messages, role=str(value.role))
     return e.CallGraded(
         number=number,
         reward=None if value.reward is None else float(value.reward),
         observation=None if value.observation is None else str(value.observation),
         scores=tuple((str(name), float(score)) for name, score in value.scores),
+        role=str(value.role),
+        rewards=tuple((str(role), float(reward)) for role, reward in value.rewards.items()),
     )
 
 
@@ -321,9 +323,15 @@ def parse_answer(call: EnvCall, message: Any) -> Task | Feedback | EnvFailed:
         return EnvFailed(message.error, message.cause, message.traceback, final=message.final)
     value: Task | Feedback
     if isinstance(message, e.TaskMade) and isinstance(call.message, e.TaskCall):
-        value = Task(id=message.id, prompt=message.prompt)
+        value = Task(id=message.id, prompt=message.prompt, role=message.role)
     elif isinstance(message, e.CallGraded) and isinstance(call.message, e.FeedbackCall):
-        value = Feedback(reward=message.reward, observation=message.observation, scores=message.scores)
+        value = Feedback(
+            reward=message.reward,
+            observation=message.observation,
+            scores=message.scores,
+            role=message.role,
+            rewards=dict(message.rewards),
+        )
     else:
         raise ValueError(f"a {type(message).__name__} does not answer {call.name}")
     if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):

@@ -17,6 +17,7 @@ TRACEBACK_CHARS = 8000
 TEXT_CHARS = 1 << 20
 """Longest prompt or observation, in characters: far beyond any model's context, and still quick to tokenize."""
 
+ROLE_CHARS = 200
 MAX_REWARD = 1e9
 """Largest absolute value of a reward. Sums of squares of thousands of such rewards still fit into float32."""
 
@@ -98,6 +99,8 @@ def task_fault(task: object) -> str:
         return f"it is a {type(task).__name__}, not a Task"
     if not isinstance(task.id, str):
         return f"its id is a {type(task.id).__name__}, not text"
+    if fault := _role_fault(task.role, "its role"):
+        return fault
     if isinstance(task.prompt, str):
         return _text_fault(task.prompt, "its prompt")
     if not isinstance(task.prompt, list | tuple) or not task.prompt:
@@ -114,25 +117,40 @@ def feedback_fault(feedback: object) -> str:
     if not isinstance(feedback, Feedback):
         return f"it is a {type(feedback).__name__}, not a Feedback"
     reward, observation = feedback.reward, feedback.observation
-    if reward is None and observation is None:
+    if reward is None and observation is None and not feedback.rewards:
         return "it has neither a reward nor an observation"
-    if fault := _scores_fault(feedback.scores):
+    if fault := _scores_fault(feedback.scores) or _role_fault(feedback.role, "its role"):
         return fault
-    if reward is not None:
-        # Numbers of other libraries, such as numpy.float32, are accepted.
-        if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
-            return f"the reward is a {type(reward).__name__}, not a number"
-        try:
-            value = float(reward)
-        except OverflowError:
-            return "the reward is a number too large for a float"
-        except (TypeError, ValueError):  # for example an array of several numbers
-            return f"the reward is a {type(reward).__name__} that is not one number"
-        if not math.isfinite(value):
-            return f"the reward is {value}"
-        if abs(value) > MAX_REWARD:
-            return f"the reward {value:g} is too large: its absolute value may be at most {MAX_REWARD:,.0f}"
+    if not isinstance(feedback.rewards, Mapping):
+        return f'its rewards are a {type(feedback.rewards).__name__}, not a mapping such as {{"solver": 1.0}}'
+    for role, value in feedback.rewards.items():
+        if fault := _role_fault(role, "a role of its rewards") or _reward_fault(value, f"the reward of {role!r}"):
+            return fault
+    if reward is not None and (fault := _reward_fault(reward, "the reward")):
+        return fault
     return "" if observation is None else _text_fault(observation, "the observation")
+
+
+def _reward_fault(reward: Any, what: str) -> str:
+    # Numbers of other libraries, such as numpy.float32, are accepted.
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        return f"{what} is a {type(reward).__name__}, not a number"
+    try:
+        value = float(reward)
+    except OverflowError:
+        return f"{what} is a number too large for a float"
+    except (TypeError, ValueError):  # for example an array of several numbers
+        return f"{what} is a {type(reward).__name__} that is not one number"
+    if not math.isfinite(value):
+        return f"{what} is {value}"
+    if abs(value) > MAX_REWARD:
+        return f"{what} {value:g} is too large: its absolute value may be at most {MAX_REWARD:,.0f}"
+    return ""
+
+
+def _role_fault(role: object, what: str) -> str:
+    fault = _text_fault(role, what)
+    return fault or (f"{what} has more than {ROLE_CHARS} characters" if len(str(role)) > ROLE_CHARS else "")
 
 
 def _text_fault(text: object, what: str) -> str:

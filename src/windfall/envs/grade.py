@@ -66,7 +66,8 @@ async def trial(host: EnvHost, timeout_s: float, tries: int = 1) -> tuple[Task, 
         where = f"environment {host.name}"
         try:
             task = await _with_retries(lambda: host.task(0, timeout_s), tries)
-            feedback = await _with_retries(lambda: host.feedback(0, task, [Turn(text="")], timeout_s), tries)
+            said = Turn(text="", role=task.role)
+            feedback = await _with_retries(lambda: host.feedback(0, task, [said], timeout_s), tries)
         except EnvFailed as e:
             trace = f"{e.traceback.rstrip()}\n" if e.traceback else ""
             if e.cause.startswith("no answer"):
@@ -77,7 +78,8 @@ async def trial(host: EnvHost, timeout_s: float, tries: int = 1) -> tuple[Task, 
             raise WindfallError(f"{e.error} ({called} with an empty response)", where=where, fix=fix) from e
     what = f"an observation of {len(feedback.observation)} characters" if feedback.observation is not None else ""
     reward = f"reward {feedback.reward:g}" if feedback.reward is not None else ""
-    answer = " and ".join(part for part in (reward, what) if part)
+    rewards = ", ".join(f"{value:g} for {role}" for role, value in feedback.rewards.items())
+    answer = " and ".join(part for part in (reward, f"rewards {rewards}" if rewards else "", what) if part)
     return task, f"environment {host.name}: built task '{task.id}'; an empty response to it got {answer}"
 
 

@@ -11,8 +11,8 @@ exactly the turns before the last one. So a session is a cache: it can be lost a
 the controller is killed, and is restored by a replay of the policy's texts into a fresh one. Rules:
 
 - A session that raised, was canceled or gave an end is closed and never used again.
-- In a replay, every observation must be the same as before. If one differs, or the environment is not replayable, the
-  call fails, and the reward is missing, never zero.
+- In a replay, every observation and the role that it is for must be the same as before. If one differs, or the
+  environment is not replayable, the call fails, and the reward is missing, never zero.
 - Responses with the same turns so far may exchange their sessions: nothing that was said tells them apart.
 
 A session is *busy* while it makes a step, and *idle* while it waits for the next turn of its response. The environment
@@ -32,6 +32,7 @@ import inspect
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 from windfall.envs import failures
@@ -50,7 +51,8 @@ IDLE_S = 3600.0
 class Session(Protocol):
     def step(self, text: str) -> Feedback | Awaitable[Feedback]:
         """Take the policy's text of one turn: a reward ends the session, an observation asks for one more turn. A
-        reward that comes with an observation counts only if the response has no tokens left for another turn."""
+        reward that comes with an observation counts only if the response has no tokens left for another turn. The text
+        is of the role that the last feedback named, or else of the one before."""
         ...
 
     def close(self) -> Awaitable[None] | None:
@@ -89,7 +91,7 @@ class Stateful:
         before = tuple((turn.text, turn.observation) for turn in turns[:-1])
         session = self._take((task.id, *before)) if before else None
         if session is None:
-            session = await self._restore(task, before)
+            session = await self._restore(task, turns)
         feedback = await self._step(session, turns[-1].text)
         if failures.feedback_fault(feedback) or feedback.observation is None:
             await _call(session.close)
@@ -97,18 +99,21 @@ class Stateful:
             self._idle.setdefault((task.id, *before, (turns[-1].text, feedback.observation)), []).append(session)
         return feedback
 
-    async def _restore(self, task: Task, before: Key) -> Session:
-        gone = f"the session of task '{task.id}' is gone"
+    async def _restore(self, task: Task, turns: Sequence[Turn]) -> Session:
+        gone, before = f"the session of task '{task.id}' is gone", turns[:-1]
         if before and not self.replayable:
             what = f"{gone} after {len(before)} turns, and {self.name} cannot replay it"
             raise EnvFailed(what, "a lost session that cannot be replayed", final=True)
         session = await _call(self.env.open, task)
-        for number, (text, observation) in enumerate(before, start=1):
+        for number, (turn, later) in enumerate(pairwise(turns), start=1):
             self.replayed_turns += 1
-            feedback = await self._step(session, text)
-            if feedback.observation != observation:
+            feedback = await self._step(session, turn.text)
+            asked = (feedback.observation, feedback.role or turn.role)
+            if asked != (turn.observation, later.role):
                 await _call(session.close)
-                differs = f"{_short(feedback.observation)} instead of {_short(observation)}"
+                differs = f"{_short(feedback.observation)} instead of {_short(turn.observation)}"
+                if feedback.observation == turn.observation:
+                    differs = f"it is for the role {asked[1]!r} instead of {later.role!r}"
                 what = f"{gone}, and a replay differs in turn {number}: {differs}"
                 raise EnvFailed(what, "a replay that differs", final=True)
         return session

@@ -1,8 +1,8 @@
 """The segments of one session: which of them a call continues, and the ids of each. Pure, except for the tokenizer.
 
-    place(messages, tools)   a new PlacedCall: it continues a segment or opens one, which is busy until the answer
-    answer(call, ids)        the sampled ids of the call: the segment grows by one turn
-    abandon(call)            the call was not answered: the segment is as it was before, or ends there
+    place(messages, tools, role)   a new PlacedCall: it continues a segment or opens one, which is busy until the answer
+    answer(call, ids)              the sampled ids of the call: the segment grows by one turn
+    abandon(call)                  the call was not answered: the segment is as it was before, or ends there
 
 `place` may run in a thread, one call at a time: the other methods change only the segment of their call, and while that
 is busy, `place` does not read it.
@@ -10,9 +10,9 @@ is busy, `place` does not read it.
 Rules:
 - A segment's ids only grow. Ids that were sampled are kept as they were sampled.
 - A call continues a segment if its messages are all those of the segment, in order, and at least one more, none of them
-  from the assistant, and the tools are the same. If several segments match, the longest one is continued.
-- Every other call opens a new segment: edited history, other tools, a segment that is busy with another call, or a
-  template that does not allow a continuation (chat.py).
+  from the assistant, and the tools and the role are the same. If several segments match, the longest one is continued.
+- Every other call opens a new segment: edited history, other tools, another role, a segment that is busy with another
+  call, or a template that does not allow a continuation (chat.py).
 - Messages are compared by their meaning (`message_key`): an absent field equals null, parts of text equal their joined
   text, the arguments of tool calls are compared as JSON, and white space around an assistant's text does not count,
   because clients remove it.
@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.models.chat import Chat, Message, normalize
+from windfall.types import policy_of
 
 KEPT_CHARS = 32 << 20
 """Upper limit for the characters of all messages of clients that a session keeps, as JSON."""
@@ -40,8 +41,9 @@ class Segment:
 
     index: int
     settings: str
-    """Key of the tools. A call with other tools does not continue this segment."""
+    """Key of the tools and the role. A call with others does not continue this segment."""
     prompt: tuple[int, ...]
+    role: str = ""
     messages: list[Message] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -79,26 +81,27 @@ class PlacedCall:
 
 
 class SessionHistory:
-    def __init__(self, chat: Chat | None) -> None:
-        """`chat`: None for a session that sends only plain text or ids."""
-        self._chat = chat
+    def __init__(self, chats: Mapping[str, Chat | None]) -> None:
+        """`chats`: by policy; None for one that is sent only plain text or ids."""
+        self._chats = chats
         self.segments: list[Segment] = []
         self._calls = 0
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> PlacedCall:
+    def place(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, role: str = "") -> PlacedCall:
         """Choose the segment of a call. Raises WindfallError if the messages cannot be rendered."""
-        assert self._chat is not None, "this session has no chat template"
-        keys, settings = [message_key(m) for m in messages], _settings(tools)
+        chat = self._chats[policy_of(role)]
+        assert chat is not None, "this policy has no chat template"
+        keys, settings = [message_key(m) for m in messages], _settings(tools, role)
         known = [s for s in self.segments if not s.busy and s.settings == settings and _extends(s, keys, messages)]
         for segment in sorted(known, key=lambda s: (-len(s.keys), -s.index)):
             new = messages[len(segment.keys) :]
-            ids = self._chat.continuation(segment.messages, new, tools, segment.ended_with)
+            ids = chat.continuation(segment.messages, new, tools, segment.ended_with)
             if ids is not None:
                 segment.busy = True
                 break
         else:
             ids, new = (), messages
-            segment = self._open(settings, self._chat.prompt(messages, tools))
+            segment = self._open(settings, chat.prompt(messages, tools), role)
         self._calls += 1
         segment.last_call = self._calls
         call = PlacedCall(segment, ids, tuple(new), chars=len(json.dumps(new)))
@@ -114,19 +117,19 @@ class SessionHistory:
                 kept -= segment.chars
                 segment.retire()
 
-    def place_ids(self, ids: Sequence[int]) -> PlacedCall:
+    def place_ids(self, ids: Sequence[int], role: str = "") -> PlacedCall:
         """Choose the segment of a call that sends ids: it continues the longest segment that is a prefix of them."""
         ids = tuple(ids)
-        known = [s for s in self.segments if not s.busy and not s.keys and ids[: len(s.ids)] == s.ids]
-        known = [s for s in known if len(ids) > len(s.ids)]
+        known = [s for s in self.segments if not s.busy and not s.keys and s.role == role]
+        known = [s for s in known if len(ids) > len(s.ids) and ids[: len(s.ids)] == s.ids]
         if not known:
-            return PlacedCall(self._open("ids", ids), (), ())
+            return PlacedCall(self._open("ids", ids, role), (), ())
         segment = max(known, key=lambda s: len(s.ids))
         segment.busy = True
         return PlacedCall(segment, ids[len(segment.ids) :], ())
 
-    def _open(self, settings: str, prompt: tuple[int, ...]) -> Segment:
-        segment = Segment(len(self.segments), settings, prompt, busy=True)
+    def _open(self, settings: str, prompt: tuple[int, ...], role: str) -> Segment:
+        segment = Segment(len(self.segments), settings, prompt, role, busy=True)
         self.segments.append(segment)
         return segment
 
@@ -139,7 +142,8 @@ class SessionHistory:
             segment.messages.extend([*call.messages, reply])
             segment.chars += call.chars
             segment.keys.extend(message_key(m) for m in (*call.messages, reply))
-        stop = self._chat.stop if self._chat is not None else frozenset()
+        chat = self._chats[policy_of(segment.role)]
+        stop = chat.stop if chat is not None else frozenset()
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
 
@@ -159,8 +163,8 @@ def _extends(segment: Segment, keys: Sequence[str], messages: Sequence[Message])
     return all(message.get("role") != "assistant" for message in messages[count:])
 
 
-def _settings(tools: Sequence[Message] | None) -> str:
-    return hashlib.blake2b(json.dumps(list(tools or ()), sort_keys=True).encode()).hexdigest()
+def _settings(tools: Sequence[Message] | None, role: str) -> str:
+    return hashlib.blake2b(json.dumps([role, *(tools or ())], sort_keys=True).encode()).hexdigest()
 
 
 def message_key(message: Message) -> str:

@@ -38,7 +38,8 @@ from windfall.controller.gateway import protocol
 from windfall.controller.gateway.intake import Body, IntakeLimits
 from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
 from windfall.controller.gateway.server import CLOSE_S, Gateway
-from windfall.controller.gateway.session import CallInFlight, GatewaySession
+from windfall.controller.gateway.session import CallInFlight, GatewaySession, TokenLimits
+from windfall.controller.gateway.voice import Voice
 from windfall.models.chat import Chat
 from windfall.serve import metrics, request_fields
 from windfall.serve.call_sampler import CallSampler, Inbox, RequestChat, ServedModel
@@ -95,7 +96,8 @@ class ServeApi(Gateway):
         most, read_s = self._limits.max_requests, self._limits.read_s
         intake = IntakeLimits.for_context(served.context, batches=True, read_s=read_s, requests=most)
         self._inbox = Inbox()
-        super().__init__(CallSampler(host, served, stop, ServeFields(), self._inbox), tokenizer, chat, stop, intake)
+        voices = {"": Voice(tokenizer, chat, stop, served.context)}
+        super().__init__(CallSampler(host, served, stop, ServeFields(), self._inbox), voices, intake)
         self.app.on_response_prepare.append(_mark_begun)
 
     async def listen(self, host: str, port: int, fix: str, **options: Any) -> int:
@@ -134,21 +136,22 @@ class ServeApi(Gateway):
         prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"), most=sys.maxsize)
         state = _state.get()
         self._count_choices(state, options.n * len(prompts))
-        template = None if self._chat is None else RequestChat(self._chat, fields.chat_template_kwargs or {})
+        voice = self.voices[""]
+        template = None if voice.chat is None else RequestChat(voice.chat, fields.chat_template_kwargs or {})
+        voices = {"": replace(voice, chat=template)}
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         choices = list[CallInFlight]()
-        for ids in [cache(partial(self._ids, prompt)) for prompt in prompts]:  # tokenized once for all choices
+        for ids in [cache(partial(voice.ids, prompt)) for prompt in prompts]:  # tokenized once for all choices
             for number in range(options.n):
                 sampler = CallSampler(
-                    self._host, self.served, self._stop, fields, self._inbox, number=number, arrival_s=arrival_s
+                    self._host, self.served, voice.stop, fields, self._inbox, number=number, arrival_s=arrival_s
                 )
                 session = GatewaySession(
                     secrets.token_hex(12),
                     sampler,
-                    template,
-                    self._decode,
+                    voices,
+                    {"": TokenLimits(sys.maxsize)},
                     in_thread=self._in_thread,
-                    max_tokens=sys.maxsize,
                     answer_id=answer_id,
                 )
                 state.sessions.append(session)

@@ -88,14 +88,16 @@ class CallSampler:
         """`number`: number of the choice among those of its prompt. It decides the seed. `arrival_s`: when the body of
         the request had arrived, by the host's clock."""
         self.model = served.model
-        self.context = served.context
-        self.vocabulary = served.vocabulary
+        self._vocabulary = served.vocabulary
         self._host = host
         self._stop = stop
         self._fields = fields
         self._inbox = inbox
         self._number = number
         self._arrival_s = arrival_s
+
+    def vocabulary(self, policy: str) -> int:
+        return self._vocabulary
 
     def retract(self, request: TurnRequest) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""

@@ -226,13 +226,13 @@ def test_gateway_is_opened_once_and_closed_with_the_service(tmp_path: Path) -> N
         given = recipe(command="true", isolation="off")
         events, text = EventLog(tmp_path / "events.jsonl"), Text(TOKENIZER)
         host = InProcess(Numbered())
-        rollout = Rollout(Dispatch(events=events), host, text, given.rollout, seed=1, events=events)
+        rollout = Rollout(Dispatch(events=events), host, {"": text}, given, seed=1, events=events)
         async with agents.AgentService(given, tmp_path, events, host) as service:
-            await service.open(rollout, TOKENIZER, 512)
+            await service.open(rollout, {"": TOKENIZER}, {"": 512})
             assert service.runs is not None
             port = int(service.runs.url.split(":")[2].partition("/")[0])
             with pytest.raises(AssertionError, match="would leave the first one listening"):
-                await service.open(rollout, TOKENIZER, 512)
+                await service.open(rollout, {"": TOKENIZER}, {"": 512})
             socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))

@@ -15,6 +15,7 @@ from tests.support.agent_controller import Made, Recording
 from tests.support.samplers import EOS, TOKENIZER, close, openai_client, run, serving
 from tests.support.small_models import engine as new_engine
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
+from windfall.controller.gateway.session import TokenLimits
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.events.log import EventLog
@@ -49,8 +50,8 @@ async def workers(folder: Path, model: Any, made: Made) -> Any:
 async def talk(gateway: Any, sampler: DispatchSampler, url: str, n: int) -> list[Response]:
     """Three turns, then an edited history; all in one session."""
     id = f"{n}/0"
-    sampler.open(id, seed=100 + n, sampling=Sampling())
-    session = gateway.open(id, max_tokens=200)
+    sampler.open(id, seed=100 + n, sampling=lambda policy: Sampling())
+    session = gateway.open(id, {"": TokenLimits(200)})
     api = openai_client(url, session)
     messages: list[Any] = [{"role": "user", "content": f"{n}+4="}]
     for _ in range(3):
@@ -76,8 +77,8 @@ def talks(folder: Path, *, lose: bool) -> list[Response]:
 
     async def main() -> None:
         async with workers(folder, model, made) as dispatch:
-            sampler = DispatchSampler(dispatch, model="tiny", context=512, stop=frozenset([EOS]))
-            async with serving(sampler) as (gateway, url):
+            sampler = DispatchSampler(dispatch, model="tiny", stop={"": frozenset([EOS])})
+            async with serving(sampler, context=512) as (gateway, url):
                 talking = asyncio.gather(*(talk(gateway, sampler, url, n) for n in range(4)))
                 if lose:
                     while dispatch.ledger.counts.accepted < 10 or not dispatch.ledger.running("first"):

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from tests.support.samplers import EOS, TOKENIZER, OnEngine, Scripted, close, openai_client, run, serving
+from windfall.controller.gateway.session import TokenLimits
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
@@ -25,7 +26,7 @@ def test_chat_of_several_turns_is_one_segment() -> None:
     async def main() -> None:
         sampler = Scripted("It is 7.", "Sure.")
         async with serving(sampler) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             api = openai_client(url, session)
             answer = await api.chat.completions.create(
                 model="any", messages=[USER], logprobs=True, extra_body={"return_token_ids": True}
@@ -53,7 +54,7 @@ def test_streams_have_the_same_content() -> None:
     async def main() -> None:
         text = "It is 7, I think."
         async with serving(Scripted(text, text)) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             stream = await openai_client(url, session).chat.completions.create(
                 model="any", messages=[USER], stream=True, logprobs=True, stream_options={"include_usage": True},
                 extra_body={"return_token_ids": True},
@@ -80,7 +81,7 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
     async def main() -> None:
         sampler = Scripted(CALL, "It is 7.")
         async with serving(sampler) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=200)
+            session = gateway.open("7/0", {"": TokenLimits(200)})
             api = openai_client(url, session)
             asked: dict[str, Any] = {"model": "any", "messages": [USER], "tools": TOOLS}
             if stream:
@@ -106,7 +107,7 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
 def test_edited_history_is_a_second_segment() -> None:
     async def main() -> None:
         async with serving(Scripted("one", "two")) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             api = openai_client(url, session)
             await api.chat.completions.create(model="any", messages=[USER])
             messages = [{"role": "system", "content": "brief"}, USER, {"role": "assistant", "content": "one"}, USER]
@@ -121,7 +122,7 @@ def test_edited_history_is_a_second_segment() -> None:
 def test_stop_strings_end_the_turn_and_are_not_returned(stream: bool) -> None:
     async def main() -> None:
         async with serving(Scripted("Thought: x; Observation: y")) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             asked: dict[str, Any] = {"model": "any", "messages": [USER], "stop": ["Observation:", "zzz"]}
             api = openai_client(url, session)
             if stream:
@@ -141,7 +142,7 @@ def test_stop_strings_end_the_turn_and_are_not_returned(stream: bool) -> None:
 def test_budgets() -> None:
     async def main() -> None:
         async with serving(Scripted("a" * 50, "b" * 50)) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=12)
+            session = gateway.open("7/0", {"": TokenLimits(12)})
             api = openai_client(url, session)
             cut = await api.chat.completions.create(model="any", messages=[USER], max_tokens=5)
             assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("aaaaa", "length")
@@ -160,7 +161,7 @@ def test_a_repeated_call_joins_the_one_in_flight() -> None:
     async def main() -> None:
         sampler = Scripted("It is 7.", "Another.", step_s=0.5)
         async with serving(sampler) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             impatient = openai_client(url, session, timeout=1.0, max_retries=5)  # the client gives up and asks again
             answer = await impatient.chat.completions.create(model="any", messages=[USER])
             assert answer.choices[0].message.content == "It is 7."
@@ -179,7 +180,7 @@ def test_an_answer_that_no_client_received_is_not_trained() -> None:
     async def main() -> None:
         sampler = Scripted("It is 7.", step_s=0.5)
         async with serving(sampler) as (gateway, url):
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             with pytest.raises(openai.APITimeoutError):
                 await openai_client(url, session, timeout=1.0).chat.completions.create(model="any", messages=[USER])
             while not sampler.turns:
@@ -194,7 +195,7 @@ def test_an_answer_that_no_client_received_is_not_trained() -> None:
 def test_keys_are_bound_to_one_open_session() -> None:
     async def main() -> None:
         async with serving(Scripted("one", "two", step_s=0.05)) as (gateway, url):
-            first, second = gateway.open("7/0", max_tokens=100), gateway.open("7/1", max_tokens=100)
+            first, second = gateway.open("7/0", {"": TokenLimits(100)}), gateway.open("7/1", {"": TokenLimits(100)})
             assert first.key != second.key
             assert [m.id async for m in openai_client(url, first).models.list()] == ["scripted"]
             await openai_client(url, first).chat.completions.create(model="any", messages=[USER])
@@ -218,7 +219,7 @@ def test_keys_are_bound_to_one_open_session() -> None:
 def test_errors_are_in_openais_format() -> None:
     async def main() -> None:
         async with serving(Scripted()) as (gateway, url), aiohttp.ClientSession() as http:
-            session = gateway.open("7/0", max_tokens=100)
+            session = gateway.open("7/0", {"": TokenLimits(100)})
             headers = {"Authorization": f"Bearer {session.key}"}
             for path, body, status in (
                 ("chat/completions", {"messages": []}, 400), ("chat/completions", {"messages": [1]}, 400),
@@ -254,7 +255,7 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
     model.set_attn_implementation(attention.NAME)
 
     async def talk(gateway: Any, url: str, n: int, sampler: OnEngine) -> None:
-        session = gateway.open(f"{n}/0", max_tokens=60)
+        session = gateway.open(f"{n}/0", {"": TokenLimits(60)})
         api, messages = openai_client(url, session), [{"role": "user", "content": f"{n}+4="}]
         for _ in range(3):
             answer = await api.chat.completions.create(model="any", messages=messages, max_tokens=12)
@@ -268,7 +269,7 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
         sampler = OnEngine(engine(model))
         async with serving(sampler) as (gateway, url):
             await asyncio.gather(*(talk(gateway, url, n, sampler) for n in range(4)))
-            session = gateway.open("9/0", max_tokens=20)
+            session = gateway.open("9/0", {"": TokenLimits(20)})
             headers = {"Authorization": f"Bearer {session.key}"}
             body = {"prompt": ids("3+4="), "max_tokens": 8, "return_token_ids": True}
             path = f"{url}/completions"

@@ -16,7 +16,7 @@ import pytest
 from tests.support.samplers import TOKENIZER, Scripted, close, run, serving
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.chunks import GrowingText
-from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
+from windfall.controller.gateway.session import Progress, SampledTurn, TokenLimits, TurnRequest
 from windfall.errors import WindfallError
 
 USER = {"role": "user", "content": "What is 3+4?"}
@@ -57,9 +57,9 @@ class Api:
 
 
 @asynccontextmanager
-async def talking(sampler: Any, **limits: int) -> Any:
+async def talking(sampler: Any, max_tokens: int = 100, turn_tokens: int = 0) -> Any:
     async with serving(sampler) as (gateway, url), aiohttp.ClientSession() as http:
-        session = gateway.open("7/0", **{"max_tokens": 100, **limits})
+        session = gateway.open("7/0", {"": TokenLimits(max_tokens, turn_tokens)})
         yield gateway, session, Api(http, url, session.key)
 
 
@@ -87,7 +87,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_empty_prompt_is_refused() -> None:
     async def main() -> None:
         async with talking(Scripted("ok")) as (_, session, api):
-            session.chat._more["chat_template"] = "{{ '' }}"
+            session.voices[""].chat._more["chat_template"] = "{{ '' }}"
             status, answer = await api.chat()
             assert (status, answer["error"]["message"]) == (400, "the prompt is empty")
 

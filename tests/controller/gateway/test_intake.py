@@ -14,11 +14,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.support.samplers import EOS, TEMPLATE, TOKENIZER, Scripted, run
+from tests.support.samplers import Scripted, run, voice
 from windfall.controller.gateway import intake
 from windfall.controller.gateway.intake import IntakeLimits
 from windfall.controller.gateway.server import Gateway
-from windfall.models.chat import Chat
+from windfall.controller.gateway.session import TokenLimits
 
 CALL = {"prompt": [5, 6], "max_tokens": 3}
 LIMITS = IntakeLimits.for_context(4096)
@@ -30,7 +30,7 @@ class Site:
 
     def __init__(self, gateway: Gateway, port: int, http: aiohttp.ClientSession) -> None:
         self.gateway, self.port, self.url, self._http = gateway, port, f"http://127.0.0.1:{port}/v1/completions", http
-        self.good, self.bad = (gateway.open(f"{n}/0", max_tokens=1000) for n in range(2))
+        self.good, self.bad = (gateway.open(f"{n}/0", {"": TokenLimits(1000)}) for n in range(2))
 
     async def post(self, data: bytes | dict[str, Any], key: str = "", **headers: str) -> tuple[int, Any]:
         data = json.dumps(data).encode() if isinstance(data, dict) else data
@@ -53,9 +53,7 @@ class Site:
 
 @asynccontextmanager
 async def site(limits: IntakeLimits = LIMITS, **options: Any) -> AsyncIterator[Site]:
-    stop = frozenset([EOS])
-    chat = Chat(TOKENIZER, stop, template=TEMPLATE)
-    gateway = Gateway(Scripted(*["ok"] * 1000), TOKENIZER, chat, stop, limits)
+    gateway = Gateway(Scripted(*["ok"] * 1000), {"": voice(4096)}, limits)
     port = await gateway.listen("127.0.0.1", 0, "", **options)
     try:
         async with aiohttp.ClientSession() as http:

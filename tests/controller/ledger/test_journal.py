@@ -30,6 +30,7 @@ from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.stream import Rollout
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Sampling
 
@@ -318,7 +319,7 @@ def test_writing_to_a_closed_journal_raises(tmp_path: Path) -> None:
 
 
 def episode(id: str) -> Episode:
-    return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=Sampling(), stop=frozenset())
+    return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=lambda policy: Sampling(), stop=frozenset())
 
 
 def restore(past: History, ids: list[str]) -> dict[str, Episode]:
@@ -328,9 +329,9 @@ def restore(past: History, ids: list[str]) -> dict[str, Episode]:
     unused: Any = None
     env: Any = SimpleNamespace(name="unused")
     text: Any = SimpleNamespace(decode=unused)
-    rollout = Rollout(dispatch, env, text, Options(), seed=0, events=unused)
+    rollout = Rollout(dispatch, env, {"": text}, Recipe(rollout=Options()), seed=0, events=unused)
     rollout.history = past
-    stream = rollout.stream(size=1, sampling=Sampling(), on_group=unused, on_skipped=unused)
+    stream = rollout.stream(size=1, sampling=lambda policy: Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:
         stream._open_episode(episode(id))
     return opened

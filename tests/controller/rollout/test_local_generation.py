@@ -26,6 +26,7 @@ from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages
 from windfall.link.memory import pair
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.run.commands.in_process import weights_already_loaded
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
@@ -83,15 +84,15 @@ class World:
         self.policy = Fixed(local_s)
         self.local_generation = LocalGeneration(self.dispatch, self.policy, self.events, responses=12)
         text: Any = CharacterText()
-        options = Options(max_tokens=40, reward_tries=1)
-        self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
+        recipe = Recipe(rollout=Options(max_tokens=40, reward_tries=1))
+        self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), {"": text}, recipe, seed=SEED, events=self.events)
 
     async def step(self, tasks: Sequence[int] = (0, 1, 2)) -> float:
         """Runs the rollout of a step; returns its seconds."""
         time = asyncio.get_running_loop().time
         started = time()
         self.local_generation.begin(1)
-        groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=Sampling())]
+        groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=lambda policy: Sampling())]
         self.local_generation.generated()
         self.local_generation.end(tokens=self.rollout.sampled_tokens, train_s=0.5, train_wait_s=0.1)
         assert sorted(g.index for g in groups) == list(tasks)

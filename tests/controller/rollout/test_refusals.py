@@ -18,6 +18,7 @@ from windfall.controller.scheduling.members import Member, Members, WorkerState
 from windfall.engine.factory import engine_sizes
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.types import Feedback, Lease, Sampling
 
@@ -33,12 +34,14 @@ async def right(task: Any, turns: Any) -> Feedback:
 def rollout_of(site: Site) -> Rollout:
     text: Any = CharacterText()
     options = Options(max_tokens=8, reward_tries=1)
-    return Rollout(site.dispatch, InProcess(Asks(right)), text, options, seed=1, events=site.events)
+    return Rollout(
+        site.dispatch, InProcess(Asks(right)), {"": text}, Recipe(rollout=options), seed=1, events=site.events
+    )
 
 
 async def groups(rollout: Rollout) -> list[int]:
     async with asyncio.timeout(60):
-        return [g.index async for g in rollout.groups(range(3), size=2, sampling=Sampling())]
+        return [g.index async for g in rollout.groups(range(3), size=2, sampling=lambda policy: Sampling())]
 
 
 def refusing(worker: Worker, reason: WindfallError = REASON) -> Worker:

@@ -75,7 +75,7 @@ def test_a_restored_response_is_cut_at_the_same_place(tmp_path: Path) -> None:
                 "0/0": [tokens("ab##", 0), tokens("cd", 4), graded],
                 "0/1": [tokens("abc#", 0), tokens("#x", 4)],  # the controller died before it was graded
             }
-            (group,) = [g async for g in rollout.groups([0], size=2, sampling=Sampling())]
+            (group,) = [g async for g in rollout.groups([0], size=2, sampling=lambda policy: Sampling())]
             assert [decode(r.tokens) for r in group.responses] == ["ab##", "abc##"]
             assert group.rewards == (0.5, 1.0)
             assert not engine.requests

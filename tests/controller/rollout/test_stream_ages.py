@@ -15,6 +15,7 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
+from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
 from windfall.sim.core import loop as loops
 from windfall.types import Feedback, Group, Sampling, Task, Turn
@@ -49,7 +50,8 @@ class Opened:
         self.events, self.env = EventLog(folder / "events.jsonl"), Late()
         self.dispatch = Dispatch(events=self.events, staleness=2)
         text: Any = CharacterText()
-        self.rollout = Rollout(self.dispatch, self.env, text, Options(max_tokens=9), seed=SEED, events=self.events)
+        recipe = Recipe(rollout=Options(max_tokens=9))
+        self.rollout = Rollout(self.dispatch, self.env, {"": text}, recipe, seed=SEED, events=self.events)
         self.rollout.history = {
             id: [TokenRun(position=0, tokens=array("I", [65, 66]), logprobs=array("f", [-1.0, -1.0]), version=version)]
             for id, version in journal.items()
@@ -57,7 +59,7 @@ class Opened:
         self.too_old: list[tuple[int, int]] = []
         self.groups: list[Group] = []
         self.stream: Stream = self.rollout.stream(
-            size=2, sampling=Sampling(), on_group=self.groups.append, on_skipped=lambda index: None,
+            size=2, sampling=self.rollout.sampling, on_group=self.groups.append, on_skipped=lambda index: None,
             on_too_old=lambda index, tokens: self.too_old.append((index, tokens)),
         )  # fmt: skip
 
@@ -92,7 +94,7 @@ def test_task_that_arrives_late_is_dropped_if_the_journal_has_it_too_old(tmp_pat
         o = Opened(tmp_path, {"0/0": 3, "0/1": 5, "1/0": 3, "1/1": 3, "3/0": 3, "3/1": 5})
         running = asyncio.create_task(o.stream.run())
         o.stream.open(range(4))
-        o.stream.expire(4)
+        o.stream.expire({"": 4})
         assert o.too_old == [(0, 2)]
         o.env.arrive.set()
         await asyncio.sleep(0.4)
@@ -108,8 +110,13 @@ def test_turns_of_an_evaluation_beside_training_are_not_counted(tmp_path: Path) 
     async def main() -> list[int]:
         counted = []
         async with rolling(Scripted(lambda request: "xy"), Asks(right), tmp_path) as rollout:
-            for version in (0, None):
-                groups = rollout.groups([1, 2], size=1, sampling=Sampling(), scope=f"{version}:", version=version)
+            for versions in ({"": 0}, None):
+                options = {
+                    "scope": "pinned:" if versions else "any:",
+                    "versions": versions,
+                    "counted": versions is None,
+                }
+                groups = rollout.groups([1, 2], size=1, sampling=lambda policy: Sampling(), **options)
                 assert len([g async for g in groups]) == 2
                 counted.append(len(rollout.grading._times_s))
         return counted

@@ -36,10 +36,10 @@ def test_stop_ends_between_two_steps_and_leaves_nothing_running(tmp_path: Path) 
             loop, counts = asyncio.get_running_loop(), rollout.dispatch.ledger.counts
             engine.stepped = lambda: counts.accepted > 20 and loop.call_soon_threadsafe(rollout.interrupt)
             with pytest.raises(Stopped):
-                await anext(rollout.groups([0, 1, 2], size=2, sampling=Sampling()))
+                await anext(rollout.groups([0, 1, 2], size=2, sampling=lambda policy: Sampling()))
             assert counts.accepted < 2000
             with pytest.raises(Stopped):  # every later call raises, too
-                await anext(rollout.groups([3], size=1, sampling=Sampling()))
+                await anext(rollout.groups([3], size=1, sampling=lambda policy: Sampling()))
             assert len(rollout.dispatch.ledger) == 0
 
     asyncio.run(main())
@@ -57,7 +57,7 @@ def test_stop_does_not_wait_for_rewards(tmp_path: Path) -> None:
         async with rolling(Scripted(lambda request: "x"), Asks(never), tmp_path) as rollout:
             asyncio.get_running_loop().call_later(0.05, rollout.interrupt)
             with pytest.raises(Stopped):
-                await anext(rollout.groups([0], size=2, sampling=Sampling()))
+                await anext(rollout.groups([0], size=2, sampling=lambda policy: Sampling()))
             return time.monotonic()
 
     started = time.monotonic()
@@ -69,7 +69,7 @@ def test_closing_the_generator_leaves_nothing_running(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with rolling(engine, Asks(right), tmp_path, max_tokens=2000) as rollout:
-            groups = rollout.groups([0, 1, 2], size=1, sampling=Sampling())
+            groups = rollout.groups([0, 1, 2], size=1, sampling=lambda policy: Sampling())
             assert (await anext(groups)).index == 0
             await groups.aclose()
 
@@ -116,7 +116,7 @@ def test_stream_that_has_ended_opens_and_drops_nothing(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with rolling(Scripted(lambda request: "x" * 1000), Asks(right), tmp_path, max_tokens=2000) as rollout:
-            stream = rollout.stream(size=2, sampling=Sampling(), on_group=print, on_skipped=print)
+            stream = rollout.stream(size=2, sampling=lambda policy: Sampling(), on_group=print, on_skipped=print)
             running = asyncio.create_task(stream.run())
             stream.open([0, 1])
             await asyncio.sleep(0.05)

@@ -74,8 +74,8 @@ def test_task_whose_prompt_leaves_no_room_is_skipped(tmp_path: Path) -> None:
 
     async def roll(context: int) -> tuple[list[int], int]:
         async with rolling(Scripted(lambda r: "x"), Asks(right), tmp_path, max_tokens=20) as rollout:
-            rollout.context = context
-            groups = [g.index async for g in rollout.groups(range(7, 14), size=1, sampling=Sampling())]
+            rollout.contexts[""] = context
+            groups = [g.index async for g in rollout.groups(range(7, 14), size=1, sampling=lambda policy: Sampling())]
             return groups, rollout.failures.skipped
 
     assert asyncio.run(roll(23)) == ([7, 8, 9, 10, 11, 12, 13], 0)

@@ -55,7 +55,7 @@ def test_a_restored_response_continues_after_a_turn_that_reached_its_limit(tmp_p
                 finish="length",
             )  # fmt: skip
             rollout.history = {"0/0": [first, TurnGraded(id="0/0", reward=0.25, observation="..", error="")]}
-            (group,) = [g async for g in rollout.groups([0], size=1, sampling=Sampling())]
+            (group,) = [g async for g in rollout.groups([0], size=1, sampling=lambda policy: Sampling())]
             assert sampled(group.responses[0]) == "xyabab"
             assert len(engine.requests) == 2
 

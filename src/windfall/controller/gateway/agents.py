@@ -5,7 +5,8 @@
                               └───── it failed: start it again, with the same turns ◀─────┘
 
 Rules:
-- The reward is what the agent returned or printed, else what it posted, or the verdict of a grader. If there is none,
+- The rewards are what the agent returned or printed, else what it posted, or the verdict of a grader: one for the
+  response, or one for each role that spoke. If there is none,
   or the agent fails every try or makes no call, the reward is missing, never zero, unless the recipe says what a
   failure is worth.
 - An agent that fails after it ran out of tokens has the reward `rollout.out_of_tokens`.
@@ -39,7 +40,8 @@ from typing import Any, Self
 from windfall.backoff import delay_s
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
-from windfall.controller.gateway.session import GatewaySession
+from windfall.controller.gateway.session import GatewaySession, TokenLimits
+from windfall.controller.gateway.voice import Voice
 from windfall.controller.ledger.journal_format import History
 from windfall.controller.rollout.grading import OUT_OF_TOKENS
 from windfall.controller.rollout.stream import OpenGroup, Rollout, Stream
@@ -54,7 +56,7 @@ from windfall.models.chat import Chat
 from windfall.processes.output_log import OutputFile
 from windfall.recipe.env_sections import AgentEnv, AgentLimits
 from windfall.recipe.sections import Recipe, RolloutSection
-from windfall.types import Response, Task, Turn
+from windfall.types import Feedback, Response, Task, Turn
 
 LOG_BYTES = 1 << 20
 CHECK_S = 0.25
@@ -117,6 +119,10 @@ class AgentStream(Stream):
         """`options`: those of Stream."""
         super().__init__(rollout, **options)
         self._runs = runs
+        self._limits = {
+            policy: TokenLimits(options.max_tokens, options.turn_tokens)
+            for policy, options in rollout.policy_options.items()
+        }
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._segments: dict[str, list[str]] = {}
         """By response: the ids of its segments in the journal."""
@@ -131,7 +137,7 @@ class AgentStream(Stream):
             id,
             self._seed(id),
             sampling=self._sampling,
-            version=self._version,
+            versions=self._versions,
             past=self._past(id),
         )
         if response is not None:  # the journal has all of it
@@ -139,7 +145,16 @@ class AgentStream(Stream):
             self._agent_ended(response, None)
             return
         grade = partial(self._rollout.grader.grade, id, group.index, group.task, counted=self._counted)
-        agent = AgentRun(runs=self._runs, id=id, index=group.index, task=group.task, version=self._version, grade=grade)
+        slots = self._runs.training_slots if self._counted else self._runs.evaluation_slots
+        agent = AgentRun(
+            runs=self._runs,
+            id=id,
+            index=group.index,
+            task=group.task,
+            slots=slots,
+            limits=self._limits,
+            grade=grade,
+        )
         self._live[id] = (agent, group)
         self._tasks[id] = self._in_background(self._run_agent(agent))
 
@@ -167,13 +182,14 @@ class AgentStream(Stream):
         self._restored[response.id] = sum(count for worker, count in workers if not worker)
         self._finish(response)
 
-    def _oldest_version(self, id: str) -> int | None:
-        return self._runs.sampler.oldest_version(id)
+    def _oldest_versions(self, id: str) -> dict[str, int]:
+        return self._runs.sampler.oldest_versions(id)
 
     def _sampled(self, id: str) -> int:
         return self._runs.sampler.sampled(id)
 
-    def _has_begun(self, id: str) -> bool:
+    def _has_begun(self, id: str, policy: str) -> bool:
+        """Whether the agent has begun, and may call any policy."""
         agent, _ = self._live[id]
         return agent.session is not None or self._runs.sampler.has_tokens(id)
 
@@ -195,14 +211,14 @@ class AgentRun:
     index: int
     """Number of the task."""
     task: Task
-    version: int | None
-    """Every token must come from this version; None: from any version in the version window."""
+    slots: asyncio.Semaphore
+    """Limits how many agents run at once."""
+    limits: Mapping[str, TokenLimits]
+    """By policy."""
     grade: Callable[[Sequence[Turn]], Awaitable[Graded]]
     """Asks the environment of the task for its verdict."""
     session: GatewaySession | None = None
     """The session of the current try."""
-    _scores: tuple[tuple[str, float], ...] = ()
-    """The parts of the reward, if a grader gave several."""
 
     def withdraw(self) -> None:
         """The run no longer needs the response: nothing more is sampled for it."""
@@ -214,20 +230,21 @@ class AgentRun:
         """Run the agent to its end. Returns its response, and why it has no reward. Canceling this ends it early."""
         runs = self.runs
         try:
-            async with runs.training_slots if self.version is None else runs.evaluation_slots:
-                reward, error = await self._reward()
+            async with self.slots:
+                verdict, error = await self._verdict()
         except BaseException:  # canceled, or a bug: the ledger must not keep the segments
             self.withdraw()
             raise
-        response = runs.sampler.close(self.id, reward, "" if error is None else error.error)
-        return replace(response, scores=self._scores), error
+        why = "" if error is None else error.error
+        rewards = {role: float(reward) for role, reward in verdict.rewards.items()}
+        return replace(runs.sampler.close(self.id, verdict.reward, why, rewards), scores=verdict.scores), error
 
-    async def _reward(self) -> tuple[float | None, EnvFailed | None]:
-        """Try until the agent ends with a reward, or too often without one."""
+    async def _verdict(self) -> tuple[Feedback, EnvFailed | None]:
+        """Try until the agent ends with a reward, or too often without one. Returns its rewards, or why it has none."""
         runs, limits, error, ran_out = self.runs, self.runs.limits, NO_REWARD, False
         if not limits.restart and runs.sampler.has_tokens(self.id):
             what = "the controller or the trainer was restarted while the agent ran, and env.restart is false"
-            return None, EnvFailed(what, "an agent that cannot be started again", final=True)
+            return Feedback(), EnvFailed(what, "an agent that cannot be started again", final=True)
         tries = runs.options.reward_tries if limits.restart else 1
         for number in range(1, tries + 1):
             try:
@@ -243,15 +260,13 @@ class AgentRun:
             runs.sampler.rewind(self.id)
         worth = runs.options.out_of_tokens if ran_out else limits.failed_reward
         if worth != "missing":
-            return float(worth), None
-        return None, OUT_OF_TOKENS if ran_out else error
+            return Feedback(reward=float(worth)), None
+        return Feedback(), OUT_OF_TOKENS if ran_out else error
 
-    async def _try(self) -> float:
-        """Start the agent once. Returns its reward. Raises EnvFailed."""
+    async def _try(self) -> Feedback:
+        """Start the agent once. Returns its rewards. Raises EnvFailed."""
         runs = self.runs
-        session = self.session = runs.gateway.open(
-            self.id, max_tokens=runs.options.max_tokens, turn_tokens=runs.options.turn_tokens
-        )
+        session = self.session = runs.gateway.open(self.id, self.limits)
         runs.started += 1
         try:
             exit = await self._start(session)
@@ -265,10 +280,12 @@ class AgentRun:
             raise replace(NO_CALL, traceback=exit.output)
         if runs.graded:
             return await self._grade(exit)
-        reward = exit.reward if exit.reward is not None else session.reward
-        if reward is None:
+        verdict = Feedback(reward=exit.reward, rewards=exit.rewards)
+        if verdict.reward is None and not verdict.rewards:
+            verdict = Feedback(reward=session.reward, rewards=session.rewards)
+        if verdict.reward is None and not verdict.rewards:
             raise replace(NO_REWARD, traceback=exit.output)
-        return reward
+        return verdict
 
     async def _start(self, session: GatewaySession) -> AgentExit:
         kill: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -301,16 +318,15 @@ class AgentRun:
         prompt = task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
         return {"id": task.id, "index": number, "held_out": held_out, "sibling": sibling, "prompt": prompt}
 
-    async def _grade(self, exit: AgentExit) -> float:
+    async def _grade(self, exit: AgentExit) -> Feedback:
         graded = await self.grade([Turn(text=exit.text)])
         if graded.feedback is None:
             assert graded.failure is not None
             raise replace(graded.failure, final=True)
-        if graded.feedback.reward is None:
+        if graded.feedback.reward is None and not graded.feedback.rewards:
             what = "the environment of [env.tasks] asked for another turn, so it cannot grade an agent"
             raise EnvFailed(what, "no verdict", final=True)
-        self._scores = graded.feedback.scores
-        return graded.feedback.reward
+        return graded.feedback
 
 
 # The service.
@@ -376,7 +392,7 @@ def check_grader(recipe: Recipe, tasks: EnvHost) -> None:
 
 
 def chat(recipe: Recipe, tokenizer: Any, stop: frozenset[int]) -> Chat:
-    """Renders the messages of agents as the recipe's [chat] section says."""
+    """Renders the messages of agents as the [chat] section of a policy's recipe says."""
     section = recipe.chat
     template = section.source() if section.enabled else PLAIN
     if template is None and not getattr(tokenizer, "chat_template", None):
@@ -412,8 +428,9 @@ class AgentService:
         if self.launcher is not None:
             await self.launcher.__aexit__(*error)
 
-    async def open(self, rollout: Rollout, tokenizer: Any, model_context: int | None) -> None:
-        """Start the gateway, and have the rollout's responses made by agents. Call this once."""
+    async def open(self, rollout: Rollout, tokenizers: Mapping[str, Any], contexts: Mapping[str, int | None]) -> None:
+        """Start the gateway, and have the rollout's responses made by agents. Call this once. `tokenizers`, and
+        `contexts` of the models: by policy."""
         if self.launcher is None:
             return
         assert self.runs is None, "a second gateway would leave the first one listening"
@@ -423,10 +440,14 @@ class AgentService:
         if env.isolation != "off" and not self.launcher.hides_files:
             self._events.instant("agents_not_isolated", why=NOT_HIDDEN)
         check_grader(recipe, self._env)
-        stop = rollout.text.stop
-        context = context_of(recipe, model_context)
-        sampler = DispatchSampler(rollout.dispatch, model=recipe.run.name, context=context, stop=stop)
-        gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
+        voices: dict[str, Voice] = {}
+        for name, text in rollout.texts.items():
+            own, tokenizer = recipe.of(name), tokenizers[name]
+            context = context_of(own, contexts[name])
+            voices[name] = Voice(tokenizer, chat(own, tokenizer, text.stop), text.stop, context)
+        stop = {name: voice.stop for name, voice in voices.items()}
+        sampler = DispatchSampler(rollout.dispatch, model=rollout.lead or recipe.run.name, stop=stop)
+        gateway = Gateway(sampler, voices)
         port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
         url = f"http://{HOST}:{port}/v1"
         self._events.instant("gateway", url=url)

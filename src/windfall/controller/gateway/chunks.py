@@ -65,8 +65,6 @@ class TextChunks:
         self,
         flight: CallInFlight,
         options: CallOptions,
-        decode: Callable[[Sequence[int]], str],
-        token_texts: Callable[[Sequence[int]], list[str]],
         *,
         chat: bool,
         model: str,
@@ -78,11 +76,10 @@ class TextChunks:
         self._chat = chat
         self._index = index
         self._model = model
-        self._token_texts = token_texts
         self._created = int(time.time())
         self._hold = max((len(s) - 1 for s in options.stop), default=0)
         """Characters that may be the start of a stop string."""
-        self._growing, self._held = GrowingText(decode), ""
+        self._growing, self._held = GrowingText(flight.voice.decode), ""
         self._sent_text = self._sent_tokens = self._offset = 0
 
     def first(self) -> list[Chunk]:
@@ -128,7 +125,7 @@ class TextChunks:
         chunk = self._chunk({"content": new} if self._chat else new, count)
         choice = chunk["choices"][0]
         if self._options.logprobs:
-            texts = self._token_texts(tokens)
+            texts = self._flight.voice.token_texts(tokens)
             build = protocol.chat_logprobs if self._chat else partial(protocol.text_logprobs, start=self._offset)
             choice["logprobs"] = build(texts, logprobs)
             self._offset += sum(map(len, texts))

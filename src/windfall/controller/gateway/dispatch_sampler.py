@@ -3,12 +3,12 @@
     turn 0 of a segment      Episode(prompt) ──▶ Dispatch.open ──────▶ workers ──▶ the turn ended
     a later turn             Episode.observe(new ids) ──▶ next_turn ──▶ workers ──▶ the turn ended
     a stop string was found  Dispatch.cut ──▶ later tokens are discarded, the worker is told to stop
-    the session ended        close ──▶ one Response with a segment for each episode, and one reward
+    the session ended        close ──▶ one Response with a segment for each episode, and its rewards
 
-Rules: the ids of an episode are those of its segment. A lost worker is invisible here: the dispatch continues the turn
-elsewhere. The seed of a segment is derived from the session's seed and the number of the segment, so a session is a
-function of the recipe and of what its agent sent. The journal gets the ids of every call before its turn is sampled,
-and it is flushed before the agent gets the turn.
+Rules: the ids of an episode are those of its segment, which has one role. A lost worker is invisible here: the dispatch
+continues the turn elsewhere. The seed of a segment is derived from the session's seed and the number of the segment, so
+a session is a function of the recipe and of what its agent sent. The journal gets the ids of every call before its turn
+is sampled, and it is flushed before the agent gets the turn.
 
 An agent can be started again: after its process was killed, or after the controller was. It then makes its calls once
 more, and a call with the same ids gets the turn that was sampled for these ids before:
@@ -25,19 +25,19 @@ Every trained token was sampled after exactly the ids that stand before it, in e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
-from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
 from windfall.controller.ledger.journal_format import History, Prompted, TokenRun, TurnCut, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.stream import oldest_versions
 from windfall.errors import WindfallError
-from windfall.types import Finish, Response, Sampling
+from windfall.types import Finish, Response, Sampling, policy_of
 
 POLL_S = 0.02
 """Seconds between looks at the tokens of a turn that is being generated. It limits how finely an answer is streamed and
@@ -149,8 +149,8 @@ class _SessionTokens:
     """What the sampler knows of one session."""
 
     seed: int
-    sampling: Sampling
-    version: int | None
+    sampling: Callable[[str], Sampling]
+    versions: Mapping[str, int]
     segments: list[SegmentTokens] = field(default_factory=list)
     """By number. Numbers may be missing, if the journal was damaged."""
 
@@ -166,16 +166,16 @@ class DispatchSampler:
     environment = "agent"
     """It owns its segments (dispatch.ResponseOwner)."""
 
-    def __init__(self, dispatch: Dispatch, *, model: str, context: int, stop: frozenset[int]) -> None:
-        self.model, self.context = model, context
+    def __init__(self, dispatch: Dispatch, *, model: str, stop: Mapping[str, frozenset[int]]) -> None:
+        """`stop`: by policy, the token ids that end a turn."""
+        self.model = model
         self._dispatch = dispatch
         self._stop = stop
         self._sessions: dict[str, _SessionTokens] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By episode whose turn is being generated."""
 
-    @property
-    def vocabulary(self) -> int:
+    def vocabulary(self, policy: str) -> int:
         return self._dispatch.ledger.vocabulary
 
     # Sessions, for their owner.
@@ -185,17 +185,20 @@ class DispatchSampler:
         session: str,
         seed: int,
         *,
-        sampling: Sampling,
-        version: int | None = None,
+        sampling: Callable[[str], Sampling],
+        versions: Mapping[str, int] | None = None,
         past: History | None = None,
     ) -> Response | None:
-        """Open a session. Its id is that of its response, such as "7/0". `version`: every token must come from this
-        version; None: from any version in the version window. `past`: what the journal has of its segments. Returns the
-        response, and opens nothing, if the journal has all of it."""
-        opened, past = _SessionTokens(seed, sampling, version), past or {}
+        """Open a session. Its id is that of its response, such as "7/0". `sampling`: by policy. `versions`: by policy,
+        the version that all its tokens must come from; those of others come from any version in the version window.
+        `past`: what the journal has of its segments. Returns the response, and opens nothing, if the journal has all of
+        it."""
+        opened, past = _SessionTokens(seed, sampling, versions or {}), past or {}
         for number in sorted(int(id.partition("+")[2] or 0) for id in past):
-            segment = self._add_segment(session, opened, number, ())
-            segment.replay(past[segment.episode.id])
+            events = past[segment_id(session, number)]
+            role = next((event.role for event in events if isinstance(event, Prompted)), "")
+            if policy_of(role) in self._stop:
+                self._add_segment(session, opened, number, (), role).replay(events)
         if (response := finished(session, past, opened.segments)) is not None:
             return response
         self._sessions[session] = opened
@@ -207,8 +210,12 @@ class DispatchSampler:
             segment.caller = None
             segment.received = []
 
-    def close(self, session: str, reward: float | None, error: str = "") -> Response:
-        """Close a session that has no turn in progress, and return its response. `error`: why it has no reward."""
+    def close(
+        self, session: str, reward: float | None, error: str = "", rewards: Mapping[str, float] | None = None
+    ) -> Response:
+        """Close a session that has no turn in progress, and return its response. `error`: why it has no reward.
+        `rewards`: by role."""
+        named = tuple((rewards or {}).items())
         s = self._sessions.pop(session)
         for segment in s.used:
             if segment.opened:
@@ -216,8 +223,8 @@ class DispatchSampler:
         self._withdraw(s.of_caller(None))
         if self._dispatch.journal is not None:
             lengths = tuple((segment.number, segment.used) for segment in s.used if segment.used)
-            self._dispatch.journal.write_grade(session, reward, None, error, lengths)
-        return joined(session, s.used, reward)
+            self._dispatch.journal.write_grade(session, reward, None, error, lengths, rewards=named)
+        return joined(session, s.used, reward, named)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""
@@ -229,14 +236,15 @@ class DispatchSampler:
         """Whether anything was sampled for the session, now or before the controller was restarted."""
         return any(segment.episode.tokens for segment in self._sessions[session].segments)
 
-    def oldest_version(self, session: str) -> int | None:
-        """The oldest version among the tokens that the agent has received or that are being generated."""
-        found: list[int] = []
+    def oldest_versions(self, session: str) -> dict[str, int]:
+        """By policy: the oldest version among the tokens that the agent has received or that are being generated."""
+        found: list[tuple[str, int | None]] = []
         for s in self._sessions[session].used:
-            if s.opened and (version := self._dispatch.ledger.oldest_version(s.episode.id)) is not None:
-                found.append(version)
-            found += [version for version, _ in s.episode.version_runs if version >= 0]
-        return min(found, default=None)
+            policy = s.episode.policy
+            if s.opened:
+                found.append((policy, self._dispatch.ledger.oldest_version(s.episode.id)))
+            found += [(policy, version) for version, _ in s.episode.version_runs if version >= 0]
+        return oldest_versions(found)
 
     def sampled(self, session: str) -> int:
         """Number of sampled tokens that the agent has received so far."""
@@ -275,23 +283,28 @@ class DispatchSampler:
         if own and own[-1].has(ids, limit):
             return own[-1]
         known = () if own else session.of_caller(None)  # otherwise the agent does something else than before
+        known = [s for s in known if s.episode.role == request.role]
         segment = next((s for s in known if s.episode.prompt == ids and s.has(ids, limit)), None)
         if segment is None:
             number = session.segments[-1].number + 1 if session.segments else 0
-            segment = self._add_segment(request.session, session, number, ids)
-            self._write_prompt(segment.episode.id, -1, ids)
+            segment = self._add_segment(request.session, session, number, ids, request.role)
+            self._write_prompt(segment.episode, -1, ids)
         segment.caller = request.segment
         return segment
 
-    def _add_segment(self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...]) -> SegmentTokens:
+    def _add_segment(
+        self, id: str, session: _SessionTokens, number: int, prompt: tuple[int, ...], role: str
+    ) -> SegmentTokens:
+        policy = policy_of(role)
         episode = Episode(
             id=segment_id(id, number),
             prompt=prompt,
             seed=segment_seed(session.seed, number),
             max_tokens=UNLIMITED,
-            sampling=session.sampling,
-            stop=self._stop,
-            version=session.version,
+            sampling=session.sampling(policy),
+            stop=self._stop[policy],
+            role=role,
+            version=session.versions.get(policy),
         )
         session.segments.append(SegmentTokens(number, episode))
         return session.segments[-1]
@@ -329,16 +342,16 @@ class DispatchSampler:
         if episode.finish is not None:
             assert episode.observe(new), f"{episode.id}: no room for a turn"
             if new:
-                self._write_prompt(episode.id, position - len(new), new)
+                self._write_prompt(episode, position - len(new), new)
         if segment.opened:
             self._dispatch.next_turn(episode.id)
         else:
             segment.opened = True
             self._dispatch.open(episode, self)
 
-    def _write_prompt(self, id: str, position: int, ids: Sequence[int]) -> None:
+    def _write_prompt(self, episode: Episode, position: int, ids: Sequence[int]) -> None:
         if self._dispatch.journal is not None:
-            self._dispatch.journal.write_prompt(id, position, ids)
+            self._dispatch.journal.write_prompt(episode.id, position, ids, episode.role)
 
     def _cut(self, id: str, length: int) -> None:
         if self._dispatch.journal is not None:
@@ -360,22 +373,25 @@ class DispatchSampler:
         return None if future is None or future.done() else future
 
 
-def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
+def joined(
+    id: str, segments: Sequence[SegmentTokens], reward: float | None, rewards: tuple[tuple[str, float], ...] = ()
+) -> Response:
     """One response with these segments. Segments without a sampled token are left out. Its turns are those
-    of all segments, and it ended as the last segment did."""
+    of all segments. It ended as the last segment did; if several roles spoke, each segment has its own end."""
     parts = [r for s in segments if (r := s.response(reward)).sampled_count]
     if not parts:
         return Response(
             id=id, prompt=(), tokens=(), logprobs=(), sampled=(), versions=(), finish="stop", reward=reward, agent=True
         )
     turns = sum(part.turns for part in parts)
-    return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
+    last = parts[-1] if len({part.role for part in parts}) == 1 else parts[0]
+    return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=last.finish, rewards=rewards)
 
 
 def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Response | None:
     """The response if the journal has its reward and all tokens of it; otherwise None."""
     ends = [e for e in past.get(id, ()) if isinstance(e, TurnGraded)]
-    if not ends or ends[-1].reward is None:
+    if not ends or (ends[-1].reward is None and not ends[-1].rewards):
         return None
     by_number = {segment.number: segment for segment in segments}
     lengths = [(by_number.get(number), length) for number, length in ends[-1].segments]
@@ -384,21 +400,7 @@ def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Respo
         return None
     for segment, length in known:
         segment.received = [turn for turn in segment.turns if turn.end <= length]
-    return joined(id, [segment for segment, _ in known], ends[-1].reward)
-
-
-def segment_id(session: str, segment: int) -> str:
-    """The id of a segment in the ledger: the first one has the id of its response.
-
-    >>> segment_id("7/0", 0), segment_id("7/0", 2)
-    ('7/0', '7/0+2')
-    """
-    return session if segment == 0 else f"{session}+{segment}"
-
-
-def segment_seed(seed: int, segment: int) -> int:
-    """The seed of a segment. The first one has the seed of its response."""
-    return seed if segment == 0 else xxhash.xxh3_64_intdigest(f"{seed}/segment {segment}".encode())
+    return joined(id, [segment for segment, _ in known], ends[-1].reward, ends[-1].rewards)
 
 
 def _ids(data: bytes) -> list[int]:

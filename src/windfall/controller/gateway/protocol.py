@@ -90,7 +90,8 @@ class ChatFields(msgspec.Struct):
 
 
 class RewardFields(msgspec.Struct):
-    reward: float
+    reward: float | None = None
+    rewards: dict[str, float] = {}
 
 
 class PromptFields(msgspec.Struct):
@@ -171,11 +172,15 @@ def prompts(value: Any, most: int = 1) -> list[str | list[int]]:
     return [p if isinstance(p, str) and p else checked({"prompt": p}, PromptFields).prompt for p in found]
 
 
-def reward(body: Mapping[str, Any], largest: float) -> float:
-    value = checked(body, RewardFields).reward
-    if not abs(value) <= largest:  # also NaN
+def reward(body: Mapping[str, Any], largest: float) -> tuple[float | None, dict[str, float]]:
+    """The reward of a session, and its rewards by role."""
+    fields = checked(body, RewardFields)
+    values = [*([] if fields.reward is None else [fields.reward]), *fields.rewards.values()]
+    if not values:
+        raise ApiError(400, "the body has neither `reward` nor `rewards`", param="reward")
+    if not all(abs(value) <= largest for value in values):  # also NaN
         raise ApiError(400, f"the magnitude of reward must be at most {largest:g}", param="reward")
-    return value
+    return fields.reward, fields.rewards
 
 
 # Answers.

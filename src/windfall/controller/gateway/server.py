@@ -3,7 +3,11 @@
     POST /v1/chat/completions     messages, tools; streaming or not
     POST /v1/completions          text or token ids
     GET  /v1/models
-    POST /v1/reward               {"reward": 0.5}: the reward of the session, if the agent reports it itself
+    POST /v1/reward               {"reward": 0.5} or {"rewards": {"solver": 1.0, "verifier": 0.5}}: the rewards of the
+                                  session, if the agent reports them itself
+
+In a run with several policies, the field `model` of a call names the role that answers: a policy, or a policy and a
+label ("player:black"). A run with one policy ignores the field, unless it is a label alone (":black").
 
 The key of a session (Authorization: Bearer KEY) is the only thing that names it: a request reaches this session and
 nothing else. Keys are looked up by their hash, so the time of a lookup says nothing about other keys. A key is checked
@@ -17,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,12 +31,13 @@ from aiohttp import web
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.chunks import EventStream, TextChunks
 from windfall.controller.gateway.intake import Body, Intake, IntakeLimits
-from windfall.controller.gateway.protocol import ApiError, CallOptions
-from windfall.controller.gateway.session import CallInFlight, GatewaySession, TurnSampler
-from windfall.envs.failures import MAX_REWARD
+from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, CallOptions
+from windfall.controller.gateway.session import CallInFlight, GatewaySession, TokenLimits, TurnSampler
+from windfall.controller.gateway.voice import Voice
+from windfall.envs.failures import MAX_REWARD, ROLE_CHARS
 from windfall.link.listener import Listener
-from windfall.models.chat import Chat, check_length, most_chars
 from windfall.models.history import PlacedCall
+from windfall.types import policy_of
 
 IDLE_S = 75.0
 """Seconds that a connection may be open between two requests."""
@@ -54,28 +59,16 @@ class Gateway:
     write_s: float | None = None
     """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
-    def __init__(
-        self,
-        sampler: TurnSampler,
-        tokenizer: Any,
-        chat: Chat | None,
-        stop: frozenset[int],
-        limits: IntakeLimits | None = None,
-    ) -> None:
-        """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn. `limits`: those of
-        bodies; None: as the context needs them."""
+    def __init__(self, sampler: TurnSampler, voices: Mapping[str, Voice], limits: IntakeLimits | None = None) -> None:
+        """`voices`: by policy; the first one answers calls that name none. `limits`: those of bodies; None: as the
+        contexts need them."""
         self._sampler = sampler
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._stop = stop
-        self._max_chars = most_chars(tokenizer, sampler.context)
-        if chat is not None:
-            chat.max_chars = self._max_chars
+        self.voices = voices
         self._thread = ThreadPoolExecutor(1, "tokenizing")
         """Renders and tokenizes prompts, so that a long one does not hold up the event loop."""
         self._sessions: dict[str, GatewaySession] = {}
         """By the hash of its key."""
-        self.intake = Intake(limits or IntakeLimits.for_context(sampler.context))
+        self.intake = Intake(limits or IntakeLimits.for_context(max(voice.context for voice in voices.values())))
         self._listener: Listener | None = None
         self._runner: web.AppRunner | None = None
         self.app = web.Application(
@@ -134,18 +127,9 @@ class Gateway:
 
     # Sessions, for the owner of the gateway.
 
-    def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
-        """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
-        together. `turn_tokens`: for those of one turn; 0: none."""
-        session = GatewaySession(
-            id,
-            self._sampler,
-            self._chat,
-            self._decode,
-            in_thread=self._in_thread,
-            max_tokens=max_tokens,
-            turn_tokens=turn_tokens,
-        )
+    def open(self, id: str, limits: Mapping[str, TokenLimits]) -> GatewaySession:
+        """Open a session. Its agent gets `session.key`. `limits`: by policy."""
+        session = GatewaySession(id, self._sampler, self.voices, limits, in_thread=self._in_thread)
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -175,35 +159,40 @@ class Gateway:
         self._authenticated(request)
         return session
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        ids = ids[:-1] if ids and ids[-1] in self._stop else ids
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _token_texts(self, ids: Sequence[int]) -> list[str]:
-        return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
-
     async def _in_thread(self, place: Callable[[], PlacedCall]) -> PlacedCall:
         return await asyncio.get_running_loop().run_in_executor(self._thread, place)
-
-    def _encode(self, text: str) -> list[int]:
-        check_length(text, self._max_chars)
-        return self._tokenizer.encode(text)
 
     # Requests.
 
     async def _models(self, request: web.Request) -> web.Response:
         self._client(request)
-        model = {"id": self._sampler.model, "object": "model", "created": 0, "owned_by": "windfall"}
+        names = [policy or self._sampler.model for policy in self.voices]
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "windfall"} for name in names]
         if "model" not in request.match_info:
-            return web.json_response({"object": "list", "data": [model]})
-        if request.match_info["model"] != self._sampler.model:
+            return web.json_response({"object": "list", "data": models})
+        if request.match_info["model"] not in names:
             raise ApiError(404, f"there is no model '{request.match_info['model']}'", code="model_not_found")
-        return web.json_response(model)
+        return web.json_response(models[names.index(request.match_info["model"])])
+
+    def _role(self, model: Any) -> str:
+        """The role that a call asks for with its field `model`."""
+        if not isinstance(model, str) or not model:
+            return next(iter(self.voices))
+        if policy_of(model) in self.voices and len(model) <= ROLE_CHARS:
+            return model
+        if "" in self.voices:
+            return ""
+        what = f"there is no model {model[:MAX_ECHO]!r}; the policies of this run are: {', '.join(self.voices)}"
+        raise ApiError(404, what, code="model_not_found", param="model")
+
+    def _model(self, flight: CallInFlight) -> str:
+        """The model in answers."""
+        return flight.role or self._sampler.model
 
     async def _reward(self, request: web.Request, body: Body) -> web.Response:
         session = self._session(request)
-        session.reward = protocol.reward(body.fields, MAX_REWARD)
-        return web.json_response({"reward": session.reward})
+        session.reward, session.rewards = protocol.reward(body.fields, MAX_REWARD)
+        return web.json_response({"reward": session.reward} | ({"rewards": session.rewards} if session.rewards else {}))
 
     async def _complete(self, request: web.Request, body: Body) -> web.StreamResponse:
         """Answer once all calls are known to be valid. Raises the error of one that is not."""
@@ -216,11 +205,9 @@ class Gateway:
         """Start the calls whose answers are the choices of one answer."""
         session, options = self._session(request), protocol.options(body.fields, chat=chat)
         prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"))
-        ids = None if chat else partial(self._ids, prompts[0])
-        return options, [session.call(body, options, ids)]
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self._encode(prompt) if isinstance(prompt, str) else prompt
+        role = self._role(body.fields.get("model"))
+        ids = None if chat else partial(self.voices[policy_of(role)].ids, prompts[0])
+        return options, [session.call(body, options, ids, role)]
 
     # Answers.
 
@@ -230,7 +217,7 @@ class Gateway:
         """Send the whole answer. Only if that works, its calls are over: otherwise the client may ask for it again."""
         await asyncio.gather(*(choice.done() for choice in choices))
         kind, first = "chat.completion" if chat else "text_completion", choices[0]
-        answer = protocol.envelope(kind, first.id, self._sampler.model)
+        answer = protocol.envelope(kind, first.id, self._model(first))
         if chat and options.return_token_ids:
             answer["prompt_token_ids"] = list(first.prompt)
         answer["choices"] = [self._choice(n, flight, options, chat=chat) for n, flight in enumerate(choices)]
@@ -247,7 +234,7 @@ class Gateway:
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
         if options.logprobs:
             build = protocol.chat_logprobs if chat else protocol.text_logprobs
-            choice["logprobs"] = build(self._token_texts(flight.tokens), flight.logprobs)
+            choice["logprobs"] = build(flight.voice.token_texts(flight.tokens), flight.logprobs)
         if options.return_token_ids:
             choice["token_ids"] = flight.tokens
             if not chat:
@@ -262,9 +249,9 @@ class Gateway:
         self, request: web.Request, choices: Sequence[CallInFlight], options: CallOptions, *, chat: bool
     ) -> web.StreamResponse:
         """Send the choices of calls that are known to be valid in chunks, as they come."""
-        stream, model = EventStream(request, self.write_s), self._sampler.model
+        stream = EventStream(request, self.write_s)
         chunks = [
-            TextChunks(flight, options, self._decode, self._token_texts, chat=chat, model=model, index=n)
+            TextChunks(flight, options, chat=chat, model=self._model(flight), index=n)
             for n, flight in enumerate(choices)
         ]
         try:

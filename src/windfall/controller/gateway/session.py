@@ -14,6 +14,8 @@ Rules:
   early names a stop string.
 - A turn ends after the first stop string. The client gets the text before it; the ids include it.
 - Prompts are rendered and tokenized in a thread, one after the other: a long one does not hold up the event loop.
+- A call is for one role, whose policy answers it. Calls of other roles do not continue its segments, and each
+  policy has tokens of its own.
 """
 
 from __future__ import annotations
@@ -21,24 +23,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.intake import Body
 from windfall.controller.gateway.protocol import ApiError
+from windfall.controller.gateway.voice import Voice
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
-from windfall.models.chat import Chat, PromptTooLong
+from windfall.models.chat import PromptTooLong
 from windfall.models.history import PlacedCall, SessionHistory
 from windfall.models.tool_calls import ParsedTurn, parse
-from windfall.types import Finish
+from windfall.types import Finish, policy_of
 
 Progress = Callable[[Sequence[int], Sequence[float]], int | None]
 """Called with the tokens of the turn that are new since the last call, which may be none, and their log-probs. If it
 returns a number, the turn ends after that many tokens of the turn; later tokens are discarded."""
-Decode = Callable[[Sequence[int]], str]
 InThread = Callable[[Callable[[], PlacedCall]], Awaitable[PlacedCall]]
 """Runs a function in the thread for tokenizing."""
 
@@ -53,6 +55,8 @@ class TurnRequest:
     prompt: tuple[int, ...]
     """All ids before the turn."""
     max_tokens: int
+    role: str = ""
+    """The role that samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +70,10 @@ class TurnSampler(Protocol):
     """What the gateway needs from the rest of windfall. It never sees text or messages."""
 
     model: str
-    """Name of the model in the API."""
-    context: int
-    """Largest number of tokens of prompt and turn together."""
+    """Name in the API of a policy that has none."""
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids of the model."""
+    def vocabulary(self, policy: str) -> int:
+        """Number of token ids of the policy's model."""
         ...
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
@@ -84,8 +85,17 @@ class TurnSampler(Protocol):
         ...
 
 
+class TokenLimits(NamedTuple):
+    """Upper limits for what one policy samples in a session."""
+
+    tokens: int
+    """In all turns together."""
+    turn: int = 0
+    """In one turn. 0: none."""
+
+
 class TokenBudget:
-    """The tokens that a session may still sample, divided among its calls.
+    """The tokens that a policy may still sample in a session, divided among its calls.
 
     A call reserves as much as it may use, and gives back what it did not use. If too little is left while other calls
     hold reservations, it waits, first come, first served: a call is never cut short or refused because of tokens that
@@ -125,11 +135,15 @@ class CallInFlight:
     work: asyncio.Task[None]
     """Makes the answer."""
 
-    def __init__(self, session: GatewaySession, tools: frozenset[str], options: protocol.CallOptions) -> None:
+    def __init__(
+        self, session: GatewaySession, role: str, tools: frozenset[str], options: protocol.CallOptions
+    ) -> None:
         self.session = session
+        self.role = role
+        self.voice = session.voices[policy_of(role)]
         self.tools = tools
         self.options = options
-        self._stops = StopStrings(options.stop, session.decode)
+        self._stops = StopStrings(options.stop, self.voice.decode)
         self.call: PlacedCall | None = None
         """Its place in the history, once it has one."""
         self.prompt: tuple[int, ...] = ()
@@ -193,25 +207,23 @@ class GatewaySession:
         self,
         id: str,
         sampler: TurnSampler,
-        chat: Chat | None,
-        decode: Decode,
+        voices: Mapping[str, Voice],
+        limits: Mapping[str, TokenLimits],
         *,
         in_thread: InThread,
-        max_tokens: int,
-        turn_tokens: int = 0,
         answer_id: str = "",
     ) -> None:
-        """`max_tokens`: upper limit for the sampled tokens of all turns together. `turn_tokens`: for those of one turn;
-        0: none. `answer_id`: the id in all its answers; empty: that of the call."""
+        """`voices`, `limits`: by policy. `answer_id`: the id in all its answers; empty: that of the call."""
         self.id, self.key = id, f"sk-{secrets.token_urlsafe(32)}"
-        self.history = SessionHistory(chat)
-        self.chat = chat
+        self.history = SessionHistory({policy: voice.chat for policy, voice in voices.items()})
+        self.voices = voices
         self._sampler = sampler
-        self.decode = decode
         self._in_thread = in_thread
-        self._budget = TokenBudget(max_tokens)
-        self._turn_tokens = turn_tokens
+        self._limits = limits
+        self._budgets = {policy: TokenBudget(limit.tokens) for policy, limit in limits.items()}
         self.reward: float | None = None
+        self.rewards: dict[str, float] = {}
+        """Those that the agent has posted: for all roles that are not named, and by role."""
         self.ended, self.why_ended = False, ""
         self.ran_out = False
         """The last call was refused because the session or the context had no tokens left."""
@@ -239,25 +251,33 @@ class GatewaySession:
         self._connections.add(transport)
         return True
 
-    def call(self, body: Body, options: protocol.CallOptions, ids: Callable[[], Sequence[int]] | None) -> CallInFlight:
+    def call(
+        self, body: Body, options: protocol.CallOptions, ids: Callable[[], Sequence[int]] | None, role: str = ""
+    ) -> CallInFlight:
         """Join the same request that is in flight, or start a call. `ids`: the prompt of a completion, called in the
         thread for tokenizing; None: the body is a chat."""
         if ids is not None:
-            return self._join_or_start(body.key, options, frozenset(), lambda: self.history.place_ids(ids()))
-        if self.chat is None:
+            place = lambda: self.history.place_ids(ids(), role)  # noqa: E731
+            return self._join_or_start(body.key, role, options, frozenset(), place)
+        if self.voices[policy_of(role)].chat is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
         messages, tools = protocol.chat(body.fields)
         names = frozenset(tool["function"]["name"] for tool in tools or ())
-        return self._join_or_start(body.key, options, names, lambda: self.history.place(messages, tools))
+        return self._join_or_start(body.key, role, options, names, lambda: self.history.place(messages, tools, role))
 
     def _join_or_start(
-        self, key: str, options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], PlacedCall]
+        self,
+        key: str,
+        role: str,
+        options: protocol.CallOptions,
+        tools: frozenset[str],
+        place: Callable[[], PlacedCall],
     ) -> CallInFlight:
         if self.ended:
             raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         if key in self._in_flight:
             return self._in_flight[key]
-        flight = CallInFlight(self, tools, options)
+        flight = CallInFlight(self, role, tools, options)
         flight.work = asyncio.create_task(self._run(flight, key, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
         flight.work.add_done_callback(lambda work: flight.notify())
@@ -274,7 +294,7 @@ class GatewaySession:
                 self._answer(flight, call, await self._sample(flight, call, limit))
                 answered = True
             finally:
-                self._budget.settle(limit, len(flight.tokens) if answered else 0)
+                self._budgets[policy_of(flight.role)].settle(limit, len(flight.tokens) if answered else 0)
         except WindfallError as e:
             raise ApiError(503, f"the turn could not be sampled: {e.what}") from e
         finally:
@@ -301,17 +321,18 @@ class GatewaySession:
         if not flight.prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
         new = call.new or call.segment.prompt
-        if not 0 <= min(new) <= max(new) < self._sampler.vocabulary:
-            what = f"token ids must be at least 0 and below {self._sampler.vocabulary}, the size of the vocabulary"
+        vocabulary = self._sampler.vocabulary(policy_of(flight.role))
+        if not 0 <= min(new) <= max(new) < vocabulary:
+            what = f"token ids must be at least 0 and below {vocabulary}, the size of the vocabulary"
             raise ApiError(400, what, param="prompt")
         return call
 
     async def _reserve(self, flight: CallInFlight) -> int:
         """The upper limit for the tokens of the turn, reserved in the budget."""
-        size, context = len(flight.prompt), self._sampler.context
-        limits = [context - size, flight.options.max_tokens, self._turn_tokens or None]
+        size, context, policy = len(flight.prompt), flight.voice.context, policy_of(flight.role)
+        limits = [context - size, flight.options.max_tokens, self._limits[policy].turn or None]
         wanted = min(limit for limit in limits if limit is not None)
-        granted = await self._budget.reserve(wanted) if wanted > 0 else 0
+        granted = await self._budgets[policy].reserve(wanted) if wanted > 0 else 0
         self.ran_out = granted < 1
         if self.ran_out:
             what = f"the prompt has {size} tokens, and the context is {context}"
@@ -322,7 +343,7 @@ class GatewaySession:
 
     async def _sample(self, flight: CallInFlight, call: PlacedCall, limit: int) -> SampledTurn:
         flight.request = TurnRequest(
-            session=self.id, segment=call.segment.index, prompt=flight.prompt, max_tokens=limit
+            session=self.id, segment=call.segment.index, prompt=flight.prompt, max_tokens=limit, role=flight.role
         )
         flight.notify()
         return await self._sampler.sample(flight.request, flight.grow)
@@ -339,7 +360,7 @@ class GatewaySession:
 
     def _answer(self, flight: CallInFlight, call: PlacedCall, turn: SampledTurn) -> None:
         flight.tokens, flight.logprobs, flight.finish = list(turn.tokens), list(turn.logprobs), turn.finish
-        text = self.decode(turn.tokens)
+        text = flight.voice.decode(turn.tokens)
         found = min((at for s in flight.options.stop if (at := text.find(s)) >= 0), default=None)
         flight.text = text if found is None else text[:found]
         if call.messages:

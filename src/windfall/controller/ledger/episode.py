@@ -1,4 +1,5 @@
-"""One response during its generation: its tokens, each position once and in order, over one or several turns. Pure.
+"""One response during its generation: its tokens, each position once and in order, over one or several turns. Pure. A
+response with several segments has one Episode for each.
 
     Episode.take(...)              append new tokens; a gap, a repeat or a token after the end is an error
     Episode.observe(tokens)        append the environment's observation: tokens that the policy did not sample
@@ -17,8 +18,10 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import TypeVar
 
+import xxhash
+
 from windfall.link.messages import Tokens
-from windfall.types import Finish, Response, Sampling, Turn, policy_of
+from windfall.types import Finish, Response, Sampling, policy_of
 
 T = TypeVar("T")
 
@@ -52,7 +55,6 @@ class Episode:
     """(worker, number of tokens) of the same tokens."""
     version: int | None = None
     """Every token must come from this version; None: from any version in the version window."""
-    turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """Position of the first token of the current turn."""
     finish: Finish | None = None
@@ -121,10 +123,10 @@ class Episode:
         self.finish = None
         return True
 
-    def close(self, reward: float | None) -> Response:
+    def close(self, reward: float | None, turns: int = 1) -> Response:
         """The finished response."""
         assert self.finish is not None, f"{self.id} is still being generated"
-        return self.response(reward, len(self.tokens), self.finish, max(1, len(self.turns)))
+        return self.response(reward, len(self.tokens), self.finish, turns)
 
     def response(
         self, reward: float | None, length: int, finish: Finish, turns: int, *, agent: bool = False
@@ -159,6 +161,20 @@ class Episode:
                 known.append((source, taken))
                 sampled -= taken
         return tuple(known)
+
+
+def segment_id(response: str, segment: int) -> str:
+    """The id of a segment in the ledger: the first one has the id of its response.
+
+    >>> segment_id("7/0", 0), segment_id("7/0", 2)
+    ('7/0', '7/0+2')
+    """
+    return response if segment == 0 else f"{response}+{segment}"
+
+
+def segment_seed(seed: int, segment: int) -> int:
+    """The seed of a segment. The first one has the seed of its response."""
+    return seed if segment == 0 else xxhash.xxh3_64_intdigest(f"{seed}/segment {segment}".encode())
 
 
 def _extend(runs: list[tuple[T, int]], value: T, count: int) -> None:

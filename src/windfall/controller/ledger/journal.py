@@ -92,12 +92,25 @@ class Journal:
         observation: str | None,
         error: str,
         segments: tuple[tuple[int, int], ...] = (),
+        role: str = "",
+        rewards: tuple[tuple[str, float], ...] = (),
     ) -> None:
-        self._write(records.TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
+        self._write(
+            records.TurnGraded(
+                id=id,
+                reward=reward,
+                observation=observation,
+                error=error,
+                segments=segments,
+                role=role,
+                rewards=rewards,
+            )
+        )
 
-    def write_prompt(self, id: str, position: int, tokens: Iterable[int]) -> None:
+    def write_prompt(self, id: str, position: int, tokens: Iterable[int], role: str = "") -> None:
         """Write the ids before a turn of a segment; `position` -1: they are its prompt."""
-        self._write(records.Prompted(id=id, position=position, tokens=np.fromiter(tokens, "<u4").tobytes()))
+        ids = np.fromiter(tokens, "<u4").tobytes()
+        self._write(records.Prompted(id=id, position=position, tokens=ids, role=role))
 
     def write_cut(self, id: str, length: int) -> None:
         self._write(records.TurnCut(id=id, length=length))

@@ -50,7 +50,7 @@ class Evaluation:
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the version of this step, and log the result."""
-        sampling = self._recipe.rollout.sampling(self._recipe.eval.temperature)
+        sampling, pinned = self._recipe.rollout.sampling(self._recipe.eval.temperature), self._asynchronous
         rewards: dict[int, tuple[float, ...]] = {}
         scores: list[Scores] = []
         lengths: dict[int, int] = {}
@@ -59,9 +59,10 @@ class Evaluation:
             groups = self._rollout.groups(
                 tasks,
                 size=self._recipe.eval.samples,
-                sampling=sampling,
+                sampling=lambda policy: sampling,
                 scope=f"eval-{step}:",
-                version=step if self._asynchronous else None,
+                versions={"": step} if pinned else None,
+                counted=not pinned,
             )
             async with aclosing(groups):
                 async for group in groups:

@@ -19,19 +19,25 @@ is handed out when all its responses are finished or dropped. A reward that coul
 never zero. A response that runs out of tokens has the reward that its environment gives to what it has, or else
 `rollout.out_of_tokens`. Tokens that are in the journal are not generated again. A task that the environment cannot
 produce, or whose prompt leaves no room for a response, is skipped and counts as drawn.
+
+Roles: a response has one conversation for each role that speaks in it, and each is an episode (a segment of the
+response). The first one begins with the task's prompt, every other one with the first observation for its role. One
+role speaks at a time; the episodes of the others wait, as during grading. `rollout.max_tokens` limits each
+conversation, with all observations in it, also the one that begins it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import xxhash
 
-from windfall.controller.ledger.episode import Episode
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.grading import OUT_OF_TOKENS, EnvFailures, Grader, Grading
@@ -42,8 +48,8 @@ from windfall.envs.grade import Graded
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.text import Text
-from windfall.recipe.sections import RolloutSection as Options
-from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
+from windfall.recipe.sections import Recipe
+from windfall.types import Feedback, Group, Response, Sampling, Task, Turn, policy_of
 
 STOP_POLL_S = 0.05
 """Least seconds between looks for stop strings. A worker generates for up to this time after one."""
@@ -70,6 +76,31 @@ class OpenGroup:
         return len(self.responses) + self.dropped == self.size
 
 
+@dataclass(slots=True)
+class OpenResponse:
+    """A response that is being generated."""
+
+    id: str
+    current: Episode
+    """The conversation of the role that speaks, or that spoke last."""
+    episodes: dict[str, Episode]
+    """By role, in the order in which their conversations began."""
+    turns: list[Turn] = field(default_factory=list)
+    """Those of all roles."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Those of its episodes."""
+        return [episode.id for episode in self.episodes.values()]
+
+    def close(self, reward: float | None, rewards: Mapping[str, float] | None = None) -> Response:
+        """The finished response, with a segment for each role."""
+        roles = [turn.role for turn in self.turns]
+        first, *more = (episode.close(reward, roles.count(role)) for role, episode in self.episodes.items())
+        named = tuple((role, float(value)) for role, value in (rewards or {}).items())
+        return replace(first, more=tuple(more), turns=len(self.turns), rewards=named)
+
+
 def seed_of(run_seed: int, task: int, sibling: int) -> int:
     """Every response of a run has its own seed, the same whenever and wherever it is generated."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
@@ -79,15 +110,29 @@ class Rollout:
     """What all streams of a run share: the environment, the text, the journal's history, counters, failures."""
 
     def __init__(
-        self, dispatch: Dispatch, env: EnvHost, text: Text, options: Options, *, seed: int, events: EventLog
+        self,
+        dispatch: Dispatch,
+        env: EnvHost,
+        texts: Mapping[str, Text],
+        recipe: Recipe,
+        *,
+        seed: int,
+        events: EventLog,
     ) -> None:
+        """`texts`: by policy."""
+        names = recipe.names()
         self.dispatch = dispatch
         self.env = env
-        self.text = text
-        self.options = options
+        self.texts = texts
+        self.lead = names[0]
+        """The role that begins if a task names none."""
+        self.trained = {name for name in names if name not in recipe.policies or recipe.policies[name].trained}
+        self.options = recipe.rollout
+        self.policy_options = {name: recipe.of(name).rollout for name in names}
+        """The same section as each policy sees it."""
         self.seed = seed
-        self.context: int | None = None
-        """The model's context length in tokens: the limit for a prompt and its response together."""
+        self.contexts: dict[str, int | None] = {}
+        """By policy: its model's context length in tokens, the limit for a prompt and its response together."""
         self.history: History = {}
         """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = 0
@@ -100,8 +145,17 @@ class Rollout:
         """Called with every finished response of training."""
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
-        self.grader = Grader(env, options, self.grading, self.failures)
+        self.grader = Grader(env, self.options, self.grading, self.failures)
         dispatch.on_failure = self.interrupt
+
+    @property
+    def text(self) -> Text:
+        """That of the policy that begins by default."""
+        return self.texts[self.lead]
+
+    def sampling(self, policy: str) -> Sampling:
+        """How training samples the tokens of this policy."""
+        return self.policy_options[policy].sampling()
 
     def reset_counters(self) -> None:
         """Start counting anew, at the beginning of a step or an evaluation."""
@@ -125,19 +179,10 @@ class Rollout:
             return self.sessions.stream(self, **options)
         return Stream(self, **options)
 
-    async def groups(
-        self, tasks: Sequence[int], *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
-    ) -> AsyncGenerator[Group]:
-        """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
+    async def groups(self, tasks: Sequence[int], **options: Any) -> AsyncGenerator[Group]:
+        """Yield the groups of these task numbers as they complete. `options`: those of Stream."""
         arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
-        stream = self.stream(
-            size=size,
-            sampling=sampling,
-            scope=scope,
-            version=version,
-            on_group=arrived.put_nowait,
-            on_skipped=arrived.put_nowait,
-        )
+        stream = self.stream(on_group=arrived.put_nowait, on_skipped=arrived.put_nowait, **options)
         running = asyncio.create_task(stream.run())
 
         def forward_error(ended: asyncio.Task[None]) -> None:
@@ -170,18 +215,20 @@ class Stream:
         rollout: Rollout,
         *,
         size: int,
-        sampling: Sampling,
+        sampling: Callable[[str], Sampling],
         on_group: Callable[[Group], None],
         on_skipped: Callable[[int], None],
         on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
         scope: str = "",
-        version: int | None = None,
+        versions: Mapping[str, int] | None = None,
+        counted: bool = True,
     ) -> None:
-        """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
-        task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
-        task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
-        the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
-        from any version in the version window."""
+        """`size`: responses per task. `sampling`: by policy. `on_group`: called with every complete group.
+        `on_skipped`: called with every task that the environment cannot produce. `on_too_old`: called for every
+        response that `expire` drops, with its task and its number of sampled tokens. `scope`: a prefix of the response
+        ids that ends with a colon, needed if the same task is rolled out more than once in a run. `versions`: by
+        policy, the version that all its tokens must come from; those of other policies come from any version in the
+        version window. `counted`: tokens and turns count in the totals of a step."""
         self._rollout = rollout
         self._dispatch = rollout.dispatch
         self._size = size
@@ -190,25 +237,29 @@ class Stream:
         self._on_skipped = on_skipped
         self._on_too_old = on_too_old
         self._scope = scope
-        self._version = version
-        self._counted = version is None
-        """Tokens and turns count in the totals of a step. Those of an evaluation in asynchronous training do not."""
-        self._oldest = -1
-        """Tokens of an older version are too old."""
+        self._versions = versions or {}
+        self._counted = counted
+        self._oldest: Mapping[str, int] = {}
+        """By policy: tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         """Functions to call, an exception that ends the stream, and messages of a subclass."""
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Any, OpenGroup]] = {}
-        """Open responses by id: their episodes, or what a subclass opens for them."""
+        """Open responses by id: an OpenResponse, or what a subclass opens for them."""
         self._restored: dict[str, int] = {}
-        """By open episode: number of its tokens that came from the journal."""
+        """By open response: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
         """Calls to the environment that are in progress."""
         self._completed: list[OpenGroup] = []
         """Groups that were completed since groups were last handed out."""
         self._ended = False
-        self._stops = StopStrings(rollout.options.stop, rollout.text.decode)
+        self._stops = {
+            policy: StopStrings(rollout.options.stop, text.decode)
+            for policy, text in rollout.texts.items()
+            if rollout.options.stop
+        }
+        """By policy."""
         rollout.streams.add(self)
 
     async def run(self) -> None:
@@ -244,7 +295,7 @@ class Stream:
     # What happens to a response (dispatch.ResponseOwner).
 
     def turn_ended(self, id: str) -> None:
-        self.inbox.put_nowait(partial(self._grade_turn, id))
+        self.inbox.put_nowait(partial(self._grade_turn, id.partition("+")[0]))
 
     def rejected(self, id: str, why: str) -> None:
         self.inbox.put_nowait(WindfallError(why, where=f"response {id}"))
@@ -262,37 +313,52 @@ class Stream:
 
     # Responses that became too old.
 
-    def expire(self, oldest: int) -> None:
-        """Drop the open responses that have a token of an older version: they can no longer be trained on. This also
-        holds for what the journal has of responses that are opened later."""
+    def expire(self, oldest: Mapping[str, int]) -> None:
+        """Drop the open responses that no policy can be trained on any more, because each one that has tokens in them
+        has one of a version that is older than `oldest`. This also holds for what the journal has of responses that are
+        opened later. Policies that `oldest` does not name are not trained."""
         self._oldest = oldest
         self._drop_too_old(list(self._live))
 
     def _drop_too_old(self, ids: Sequence[str]) -> None:
-        self.drop([id for id in ids if (v := self._oldest_version(id)) is not None and v < self._oldest])
+        self.drop([id for id in ids if self._is_too_old(self._oldest_versions(id))])
+
+    def _is_too_old(self, versions: Mapping[str, int]) -> bool:
+        trained = [(version, self._oldest[policy]) for policy, version in versions.items() if policy in self._oldest]
+        return bool(trained) and all(version < oldest for version, oldest in trained)
 
     # What a subclass with other kinds of responses replaces.
 
-    def _oldest_version(self, id: str) -> int | None:
-        return self._dispatch.ledger.oldest_version(id)
+    def _oldest_versions(self, id: str) -> dict[str, int]:
+        """By policy: the oldest version among its tokens."""
+        response, _ = self._live[id]
+        return oldest_versions(
+            (episode.policy, self._dispatch.ledger.oldest_version(episode.id)) for episode in response.episodes.values()
+        )
 
     def _sampled(self, id: str) -> int:
-        return self._dispatch.ledger.sampled(id)
+        response, _ = self._live[id]
+        return sum(map(self._dispatch.ledger.sampled, response.ids))
 
-    def _has_begun(self, id: str) -> bool:
-        episode, _ = self._live[id]
-        return bool(episode.tokens) or self._dispatch.ledger.entries[id].state != "queued"
+    def _has_begun(self, id: str, policy: str) -> bool:
+        response, _ = self._live[id]
+        return any(
+            episode.tokens or self._dispatch.ledger.entries[episode.id].state != "queued"
+            for episode in response.episodes.values()
+            if episode.policy == policy
+        )
 
     def _withdraw(self, ids: Sequence[str]) -> None:
         self._end_sessions(*ids)
-        self._dispatch.withdraw(ids)
+        self._dispatch.withdraw([segment for id in ids for segment in self._live[id][0].ids])
 
-    def not_begun(self) -> list[int]:
-        """The open tasks of which nothing was generated or assigned to a worker yet."""
+    def not_begun(self, policy: str = "") -> list[int]:
+        """The open tasks of which this policy has generated nothing, and nothing is assigned to a worker yet."""
         begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
         open_groups = {group.index: group for _, group in self._live.values()}
         for id, (_, group) in self._live.items():
-            if group.responses or group.dropped or self._has_begun(id):
+            spoke = any(policy_of(s.role) == policy for r in group.responses.values() for s in r.segments)
+            if spoke or group.dropped or self._has_begun(id, policy):
                 begun.add(f"{self._scope}{group.index}")
         return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
 
@@ -300,13 +366,19 @@ class Stream:
         sampled = {id: self._sampled(id) for id in ids}
         self._withdraw(ids)
         for id in ids:
-            _, group = self._live.pop(id)
-            self._stops.forget(id)
+            group = self._forget_response(id)
             group.dropped += 1
             self._rollout.restored_tokens += self._restored.pop(id, 0)
             self._on_too_old(group.index, sampled[id])
             self._complete(group)
         self._wake()
+
+    def _forget_response(self, id: str) -> OpenGroup:
+        response, group = self._live.pop(id)
+        if self._stops:
+            for episode in response.episodes.values():
+                self._stops[episode.policy].forget(episode.id)
+        return group
 
     def _wake(self) -> None:
         """Have run() hand out groups that were completed from outside, for example from the journal."""
@@ -358,18 +430,36 @@ class Stream:
         self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
-        episode = Episode(
-            id=id,
+        """Restore the response from the journal, then continue from there."""
+        role = group.task.role or self._rollout.lead
+        first = self._episode(id, role, 0, prompt, self._rollout.policy_options[policy_of(role)].max_tokens)
+        response = OpenResponse(id=id, current=first, episodes={role: first})
+        self._live[id] = (response, group)
+        finished = self._restore(response)
+        runs = [run for episode in response.episodes.values() for run in episode.version_runs]
+        self._restored[id] = sum(count for version, count in runs if version >= 0)
+        if finished is not None:
+            self._finish(finished)
+            return
+        for episode in response.episodes.values():
+            self._dispatch.open(episode, self)
+        if response.current.finish is not None:
+            self._grade_turn(id)
+
+    def _episode(self, id: str, role: str, segment: int, prompt: tuple[int, ...], max_tokens: int) -> Episode:
+        """The conversation of a role. `segment`: its number within the response."""
+        policy = policy_of(role)
+        return Episode(
+            id=segment_id(id, segment),
             prompt=prompt,
-            seed=self._seed(id),
-            max_tokens=self._rollout.options.max_tokens,
-            sampling=self._sampling,
-            stop=self._rollout.text.stop,
-            version=self._version,
-            max_turn=self._rollout.options.turn_tokens,
+            seed=segment_seed(self._seed(id), segment),
+            max_tokens=max_tokens,
+            sampling=self._sampling(policy),
+            stop=self._rollout.texts[policy].stop,
+            role=role,
+            version=self._versions.get(policy),
+            max_turn=self._rollout.policy_options[policy].turn_tokens,
         )
-        self._live[id] = (episode, group)
-        self._open_episode(episode)
 
     def _seed(self, id: str) -> int:
         index, _, sibling = id.rpartition(":")[2].partition("/")
@@ -377,8 +467,10 @@ class Stream:
 
     def _prompt(self, task: Task) -> tuple[int, ...]:
         """The ids of the prompt. Raises EnvFailed if it cannot be used."""
-        prompt = self._rollout.text.prompt(task.prompt)
-        context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
+        policy = policy_of(task.role or self._rollout.lead)
+        self._check_role(task.role, f"task '{task.id}' begins with the role")
+        prompt = self._rollout.texts[policy].prompt(task.prompt)
+        context, max_tokens = self._rollout.contexts.get(policy), self._rollout.policy_options[policy].max_tokens
         if not prompt:
             raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
         if context and len(prompt) + max_tokens > context:
@@ -389,21 +481,22 @@ class Stream:
             )
         return prompt
 
-    def _open_episode(self, episode: Episode) -> None:
-        """Restore the response from the journal, then continue from there."""
-        finished = self._restore(episode)
-        self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
-        if finished is not None:
-            self._finish(finished)
-            return
-        self._dispatch.open(episode, self)
-        if episode.finish is not None:
-            self._grade_turn(episode.id)
+    def _check_role(self, role: str, what: str) -> None:
+        """Raises EnvFailed if no policy of the run speaks in this role. Empty: a role that is known."""
+        if role and policy_of(role) not in self._rollout.texts:
+            known = ", ".join(filter(None, self._rollout.texts)) or "the recipe has no [policies]"
+            raise EnvFailed(f"{what} {role!r}, and no policy has this name ({known})", "an unknown role", final=True)
 
-    def _restore(self, episode: Episode) -> Response | None:
-        """Replay the journal's history into the episode. Returns the response if it was finished."""
-        finished = None
-        for event in self._rollout.history.pop(episode.id, ()):
+    def _restore(self, response: OpenResponse) -> Response | None:
+        """Replay the journal's history of all conversations. Returns the response if it was finished."""
+        finished, history = None, self._rollout.history
+        past: dict[str, deque[Any]] = {}
+        while True:
+            episode = response.current
+            events = past.setdefault(episode.id, deque(history.pop(episode.id, ())))
+            if not events:
+                break
+            event = events.popleft()
             if isinstance(event, TokenRun):
                 if self._stops and episode.finish is not None:
                     continue  # generated after a stop string, and discarded
@@ -411,18 +504,25 @@ class Stream:
                 if new < 0:
                     break  # a file was damaged: what comes after the gap is generated again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
-                if end := self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=True):
+                if end := self._turn_end(episode, whole=True):
                     episode.cut(end)
                     episode.finish = "stop"
                 finished = None
             elif episode.finish is None or not isinstance(event, TurnGraded):
                 break  # a file was damaged: the turn that was graded is incomplete
-            elif event.reward is None and event.observation is None:
+            elif event.reward is None and event.observation is None and not event.rewards:
                 continue  # the reward was missing: the environment may be able to grade the turn by now
             else:
-                self._record_turn(episode)
-                feedback = Feedback(reward=event.reward, observation=event.observation)
-                finished = self._apply_feedback(episode, Graded(feedback=feedback, tries=0))
+                self._record_turn(response)
+                feedback = Feedback(
+                    reward=event.reward, observation=event.observation, role=event.role, rewards=dict(event.rewards)
+                )
+                finished = self._apply_feedback(response, Graded(feedback=feedback, tries=0))
+                if finished is not None:
+                    break
+        segment = len(response.episodes)
+        while history.pop(segment_id(response.id, segment), None):  # a damaged part led to them
+            segment += 1
         return finished
 
     # 3. End a turn at a stop string.
@@ -433,96 +533,135 @@ class Stream:
             while True:
                 await asyncio.sleep(max(STOP_POLL_S, 10 * spent_s))  # with many responses: a tenth of the time
                 began_s = loop.time()
-                for id, (episode, _) in self._live.items():
-                    if episode.finish is None and self._cut_at_stop(episode):
+                for id, (response, _) in self._live.items():
+                    if response.current.finish is None and self._cut_at_stop(response.current):
                         self.turn_ended(id)
                 spent_s = loop.time() - began_s
         except Exception as e:  # fault boundary: the error is raised in run()
             self.inbox.put_nowait(e)
 
     def _cut_at_stop(self, episode: Episode, *, whole: bool = False) -> bool:
-        end = self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=whole)
+        end = self._turn_end(episode, whole=whole)
         if end is not None:
             self._dispatch.cut(episode.id, end)
         return end is not None
+
+    def _turn_end(self, episode: Episode, *, whole: bool) -> int | None:
+        """Where a stop string ends the turn."""
+        if not self._stops:
+            return None
+        return self._stops[episode.policy].end(episode.id, episode.tokens, episode.turn_start, whole=whole)
 
     # 4. Grade an ended turn.
 
     def _grade_turn(self, id: str) -> None:
         if id not in self._live:  # it was dropped meanwhile
             return
-        episode, group = self._live[id]
-        self._cut_at_stop(episode, whole=True)
-        self._record_turn(episode)
+        response, group = self._live[id]
+        self._cut_at_stop(response.current, whole=True)
+        self._record_turn(response)
 
         async def ask_environment() -> None:
             try:
                 graded = await self._rollout.grader.grade(
-                    episode.id, group.index, group.task, episode.turns, counted=self._counted
+                    id, group.index, group.task, response.turns, counted=self._counted
                 )
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
             else:
-                self.inbox.put_nowait(partial(self._settle_turn, episode, graded))
+                self.inbox.put_nowait(partial(self._settle_turn, response, graded))
 
         self._in_background(ask_environment())
 
-    def _record_turn(self, episode: Episode) -> None:
+    def _record_turn(self, response: OpenResponse) -> None:
+        episode = response.current
         tokens = episode.turn_tokens
         ids = tuple(tokens) if self._rollout.env.needs_tokens else ()
-        episode.turns.append(Turn(text=self._rollout.text.decode(tokens), tokens=ids))
+        text = self._rollout.texts[episode.policy].decode(tokens)
+        response.turns.append(Turn(text=text, tokens=ids, role=episode.role))
 
     # 5. Open the next turn, or finish the response.
 
-    def _settle_turn(self, episode: Episode, graded: Graded) -> None:
-        if episode.id not in self._live:  # it was dropped meanwhile
+    def _settle_turn(self, response: OpenResponse, graded: Graded) -> None:
+        if response.id not in self._live:  # it was dropped meanwhile
             return
         feedback = graded.feedback or Feedback()
         error = "" if graded.feedback or graded.failure is None else graded.failure.error
-        response = self._apply_feedback(episode, graded)
+        spoke = response.current
+        finished = self._apply_feedback(response, graded)
         if self._dispatch.journal is not None:
             # The reward to train on: out of tokens, a response has one that the environment did not give.
-            reward = feedback.reward if response is None else response.reward
-            self._dispatch.journal.write_grade(episode.id, reward, feedback.observation, error)
-        if response is None:
-            self._dispatch.next_turn(episode.id)
-            return
-        self._dispatch.close(episode.id)
-        self._finish(response)
+            reward = feedback.reward if finished is None else finished.reward
+            rewards = () if finished is None else finished.rewards
+            self._dispatch.journal.write_grade(
+                spoke.id, reward, feedback.observation, error, role=feedback.role, rewards=rewards
+            )
+        if finished is not None:
+            for id in response.ids:
+                self._dispatch.close(id)
+            self._finish(finished)
+        elif response.current.id in self._dispatch.ledger.entries:
+            self._dispatch.next_turn(response.current.id)
+        else:
+            self._dispatch.open(response.current, self)
 
-    def _apply_feedback(self, episode: Episode, graded: Graded) -> Response | None:
-        """Return the finished response, or None if the episode continues with another turn."""
+    def _apply_feedback(self, response: OpenResponse, graded: Graded) -> Response | None:
+        """Return the finished response, or None if it continues with another turn."""
         feedback = graded.feedback
         if feedback is None:
             assert graded.failure is not None
-            return self._missing(episode, graded.failure)
+            return self._missing(response, graded.failure)
         if feedback.observation is None:
-            return replace(episode.close(feedback.reward), scores=feedback.scores)
-        episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
-        if episode.observe(self._observation(episode, feedback.observation)):
-            return None
-        self._end_sessions(episode.id)
+            return replace(response.close(feedback.reward, feedback.rewards), scores=feedback.scores)
+        said = response.turns[-1]
+        response.turns[-1] = Turn(text=said.text, observation=feedback.observation, role=said.role)
+        failure = OUT_OF_TOKENS
+        try:
+            if self._continue(response, feedback.role or said.role, feedback.observation):
+                return None
+        except EnvFailed as e:
+            failure = e
+        self._end_sessions(response.id)
         worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
-        return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
+        if failure is not OUT_OF_TOKENS or (worth == "missing" and not feedback.rewards):
+            return self._missing(response, failure)
+        return response.close(None if worth == "missing" else float(worth), feedback.rewards)
+
+    def _continue(self, response: OpenResponse, role: str, observation: str) -> bool:
+        """Give an observation to the role that speaks next. False: its conversation has no room for an answer. Raises
+        EnvFailed if it cannot be asked."""
+        if role in response.episodes:
+            response.current = response.episodes[role]
+            return response.current.observe(self._observation(response.current, observation))
+        self._check_role(role, "the environment asked for the role")
+        policy, segment = policy_of(role), len(response.episodes)
+        prompt = self._rollout.texts[policy].prompt(observation)
+        if not prompt:
+            raise EnvFailed(f"the first observation for the role {role!r} is empty", "an empty prompt", final=True)
+        room = self._rollout.policy_options[policy].max_tokens - len(prompt)
+        if room > 0:
+            response.current = self._episode(response.id, role, segment, prompt, room)
+            response.episodes[role] = response.current
+        return room > 0
 
     def _end_sessions(self, *ids: str) -> None:  # no further turn follows
-        for episode, group in (self._live[id] for id in ids):
-            self._rollout.env.end_session(group.index, group.task, episode.turns)
+        for response, group in (self._live[id] for id in ids):
+            self._rollout.env.end_session(group.index, group.task, response.turns)
 
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
-        codec = self._rollout.text
+        codec = self._rollout.texts[episode.policy]
         ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
         return codec.observation(text, ended=ended)
 
-    def _missing(self, episode: Episode, e: EnvFailed) -> Response:
+    def _missing(self, response: OpenResponse, e: EnvFailed) -> Response:
         """Finish a response without a reward."""
-        self._rollout.failures.miss(episode.id, e)
-        return episode.close(None)
+        self._rollout.failures.miss(response.id, e)
+        return response.close(None)
 
     def _finish(self, response: Response) -> None:
         """Add a finished response to its group."""
-        _, group = self._live.pop(response.id)
-        self._stops.forget(response.id)
+        group = self._forget_response(response.id)
+        self._count_missing(response)
         restored = self._restored.pop(response.id, 0)
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
@@ -532,7 +671,30 @@ class Stream:
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
 
+    def _count_missing(self, response: Response) -> None:
+        """Count the roles that are trained and have no reward, if others have one."""
+        if not response.rewards or response.reward is not None:
+            return
+        known = dict(response.rewards)
+        for role in dict.fromkeys(segment.role for segment in response.segments):
+            if role not in known and policy_of(role) in self._rollout.trained:
+                what = f"the role {role!r} spoke and has no reward; there are rewards for {', '.join(known)}"
+                self._rollout.failures.miss(response.id, EnvFailed(what, f"no reward for {role}"))
+
     def _complete(self, group: OpenGroup) -> None:
         if group.complete:
             self._forget(group.index)
             self._completed.append(group)
+
+
+def oldest_versions(found: Iterable[tuple[str, int | None]]) -> dict[str, int]:
+    """By policy: the oldest of these versions.
+
+    >>> oldest_versions([("solver", 3), ("verifier", None), ("solver", 2)])
+    {'solver': 2}
+    """
+    oldest: dict[str, int] = {}
+    for policy, version in found:
+        if version is not None:
+            oldest[policy] = min(version, oldest.get(policy, version))
+    return oldest

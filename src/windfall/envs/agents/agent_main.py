@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from windfall.envs import user_code
 from windfall.envs.agents import isolation
 from windfall.envs.agents.launcher import last_line
+from windfall.envs.agents.role_session import RoleSession
 from windfall.envs.failures import message_of
 from windfall.envs.process_pool import limits
 from windfall.errors import WindfallError
@@ -150,7 +151,7 @@ def _become_agent(pipes: dict[str, int], task: dict[str, Any], variables: dict[s
 
 def _call(task: dict[str, Any], value: int, pid: int) -> int:
     try:
-        result = _Prepared.function(task, **_Prepared.build["options"])
+        result = _Prepared.function(task, **_Prepared.build["options"], **_session(_Prepared.function))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         if not isinstance(result, bool | int | float | str | dict | list | None):
@@ -165,6 +166,16 @@ def _call(task: dict[str, Any], value: int, pid: int) -> int:
     while data and os.getpid() == pid:  # otherwise the function has forked, and this is not the agent
         data = data[os.write(value, data) :]
     return 0
+
+
+def _session(function: Any) -> dict[str, RoleSession]:
+    """The argument `session` of a function that has one and gets no option of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return {}
+    wanted = "session" in parameters and "session" not in _Prepared.build["options"]
+    return {"session": RoleSession.from_environment()} if wanted else {}
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -81,6 +81,20 @@ class AgentExit:
         return float(value)
 
     @property
+    def rewards(self) -> dict[str, float]:
+        """The rewards by role that the agent returned. Raises EnvFailed if they are none.
+
+        >>> AgentExit(code=0, value={"rewards": {"solver": 1}}).rewards
+        {'solver': 1.0}
+        """
+        given = self.value.get("rewards") if isinstance(self.value, dict) else None
+        if not given:
+            return {}
+        if fault := failures.feedback_fault(Feedback(rewards=given)):
+            raise failures.invalid_value("the value that the agent returned", fault)
+        return {role: float(reward) for role, reward in given.items()}
+
+    @property
     def text(self) -> str:
         value = self.value.get("text") if isinstance(self.value, dict) else self.value
         return value if isinstance(value, str) else "" if value is None else json.dumps(value)

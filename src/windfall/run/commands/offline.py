@@ -93,7 +93,8 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     async def collect() -> EnvFailures:
         async with _rollout(model_path, recipe, tasks) as rollout:
             with out.status("evaluating") as status:
-                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
+                held_out = range(HELD_OUT, HELD_OUT + tasks)
+                async for group in rollout.groups(held_out, size=size, sampling=lambda policy: sampling):
                     results.add(group)
                     done, mean = len(results.by_task), _mean(results.rewards)
                     status.update(f"evaluating {done}/{tasks}, reward so far {mean:.3f}")
@@ -130,11 +131,11 @@ async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator
             prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
         engine, slots = _engine(recipe, model, device, dtype, prompts)
         events = EventLog(Path("/dev/null"))
-        rollout = Rollout(Dispatch(events=events), env, text, recipe.rollout, seed=recipe.run.seed, events=events)
-        rollout.context = context
+        rollout = Rollout(Dispatch(events=events), env, {"": text}, recipe, seed=recipe.run.seed, events=events)
+        rollout.contexts[""] = context
         with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
             async with agents.AgentService(recipe, Path(folder), events, env) as service:
-                await service.open(rollout, load.load_tokenizer(model_path), context)
+                await service.open(rollout, {"": load.load_tokenizer(model_path)}, rollout.contexts)
                 async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
                     rollout.dispatch.set_offer(Offer(version=0, digest="as loaded"))
                     yield rollout

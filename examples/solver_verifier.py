@@ -1,0 +1,58 @@
+"""A solver and a verifier on chains of sums: two roles in one session, each with its own conversation and reward.
+
+    solver     37+58-12=                37+58=95;95-12=84;#84
+    verifier   37+58-12=37+58=95;       95-12=83;#83            it works out the second half of the steps again
+    rewards    solver 0.0: its result is wrong; verifier 1.0: it has found the right one
+
+The verifier confirms a right result or corrects a wrong one. It cannot find a mistake in the first half, so it gains if
+the solver gets better, too. If the solver gives no result, there is nothing to verify, and only the solver is rewarded.
+
+Train both: windfall train recipes/solver-verifier.toml
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from windfall.envs.arithmetic import Arithmetic
+from windfall.types import Feedback, Task, Turn
+
+
+class SolverVerifier:
+    """`solver`, `verifier`: the roles. With ":solver" and ":verifier", one policy has both."""
+
+    def __init__(
+        self, seed: int = 0, mean_steps: float = 4.0, *, solver: str = "solver", verifier: str = "verifier"
+    ) -> None:
+        self._sums = Arithmetic(seed=seed, mean_steps=mean_steps)
+        self._solver = solver
+        self._verifier = verifier
+
+    def task(self, index: int) -> Task:
+        sums = self._sums.task(index)
+        return Task(id=sums.id, prompt=sums.prompt, answer=sums.answer, role=self._solver)
+
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        rewards = {turn.role: float(result(turn.text) == str(task.answer)) for turn in turns}
+        if len(turns) == 2 or not result(turns[0].text):
+            return Feedback(rewards=rewards)
+        # The rewards count if the verifier has no tokens left.
+        return Feedback(observation=f"{task.prompt}{first_half(turns[0].text)}", role=self._verifier, rewards=rewards)
+
+
+def result(text: str) -> str:
+    """
+    >>> result("37+58=95;95-12=84;#84"), result("37+58=95;")
+    ('84', '')
+    """
+    return text.rpartition("#")[2].strip() if "#" in text else ""
+
+
+def first_half(text: str) -> str:
+    """The first half of the steps, rounded down.
+
+    >>> first_half("37+58=95;95-12=84;#84"), first_half("1+1=2;#2")
+    ('37+58=95;', '')
+    """
+    steps = text.rpartition("#")[0].split(";")[:-1]
+    return "".join(f"{step};" for step in steps[: len(steps) // 2])

@@ -37,14 +37,14 @@ class PrepackedLinear(nn.Linear):
     copy: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.numel() // input.shape[-1]
+        rows = input.numel() // self.in_features
         if rows not in ROWS:
             return linear(input, self.weight, self.bias)
         if self.copy is None:
             self.copy = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), TYPICAL_ROWS)
         # torch uses the copy only if it is told that it was made for this number of rows. MKL's layout does not depend
         # on that number: tests/engine/torch/test_prepacked.py multiplies every number of rows by the same copy.
-        return torch.ops.mkl._mkl_linear(input, self.copy, self.weight, self.bias, rows)
+        return torch.ops.mkl._mkl_linear.default(input, self.copy, self.weight, self.bias, rows)
 
 
 def prepacked(model: Any) -> Any:

@@ -9,10 +9,10 @@ Rules:
 - a copy is made when it is first needed and does not follow its weight: call `drop_copies` whenever weights change, as
   `TorchEngine.swap` does;
 - the copies take as much memory as the weights. There are none where that is more than `MEMORY_SHARE` of what is free;
-- the results have the rounding of another order of summation, so deterministic mode, in which engine and trainer have
-  the same bits, does not use them. Everything else promises results up to rounding only.
+- the order of summation may differ from that of the weights themselves, so deterministic mode, in which engine and
+  trainer have the same bits, does not use them. Otherwise results are promised up to rounding only.
 
-Other CPUs: on aarch64 torch has no MKL, and OpenBLAS, which it uses there, offers no such layout.
+On aarch64 torch has no MKL, and OpenBLAS, which it uses there, offers no such layout.
 """
 
 from __future__ import annotations

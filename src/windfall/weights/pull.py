@@ -197,10 +197,10 @@ class Puller:
         def open_source(ref: m.SourceRef, stopped: Callable[[], bool]) -> Source:
             return connect(ref, key=self.key, tls=self.ssl, timeout_s=self.timeout_s, stopped=stopped)
 
-        route = self._routes.get(file, NO_ROUTE)
         options = {"connect": open_source, "ask": self._ask, "stop": self._stop, "tries": self.tries}
         options |= {"on_bytes": self._count, "received_s": self._received_s}
-        sources = self._reading[file] = FileSources(file, route, **options)
+        sources = self._reading[file] = FileSources(file, NO_ROUTE, **options)
+        sources.reroute(self._routes.get(file, NO_ROUTE))  # not before: `reroute` of this class must find `sources`
         try:
             yield sources
         finally:

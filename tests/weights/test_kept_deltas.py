@@ -119,7 +119,7 @@ def test_buffers_of_deltas_are_used_again(publisher: Publisher) -> None:
         publisher.publish(v, w)
         if publisher.delta:
             used.append(publisher.delta.buffer.handle.inode)
-    assert len(set(used)) <= publish.MAX_DELTAS + 2
+    assert len(set(used)) <= delta.MAX_DELTAS + 2
 
 
 def test_what_is_being_uploaded_is_not_overwritten(publisher: Publisher) -> None:
@@ -161,6 +161,17 @@ def test_reader_several_versions_behind_applies_the_chain(serving: Callable[...,
         assert p.delta_used == v
         assert p.bytes_received - before < sum(d.manifest.nbytes + len(d.manifest.encode()) for d in chain) + 1000
         assert all(torch.equal(t, w[name]) for name, t in p.tensors().items())
+
+
+def test_a_reader_keeps_no_more_deltas_than_the_trainer(serving: Callable[..., Any]) -> None:
+    s, w = serving(chunk_bytes=1 << 12), weights()
+    p = s.puller()
+    for v in range(delta.MAX_DELTAS + 3):
+        w = moved(w, v, share=0.001)
+        s.pull(p, s.publisher.publish(v, w))
+    assert {d.file.digest for d in p.files.describe()} == {p.held.digest} | {
+        d.manifest.digest for d in s.publisher.deltas
+    }
 
 
 def test_deltas_of_failed_pulls_do_not_pile_up(serving: Callable[..., Any]) -> None:

@@ -183,10 +183,11 @@ class Puller:
         return held
 
     def _drop_deltas(self, newest: Collection[str]) -> None:
-        """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy."""
+        """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy, and are
+        not more than a trainer has."""
         excess = sum(held.manifest.nbytes for held in self._deltas) - len(self._weights.view) // 4
         for held in [held for held in self._deltas if held.manifest.digest not in newest]:
-            if excess > 0:
+            if excess > 0 or len(self._deltas) > delta.MAX_DELTAS:
                 excess -= held.manifest.nbytes
                 self._deltas.remove(held)
                 self.files.remove(held)

@@ -43,7 +43,7 @@ class Message(Value, frozen=True):
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/slices.py)."""
+"""Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/ranges.py)."""
 
 
 class FileRef(Value, frozen=True):

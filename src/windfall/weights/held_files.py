@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from windfall.link import messages as m
 from windfall.weights.buffers import Buffer
 from windfall.weights.manifest import Manifest
-from windfall.weights.slices import covers, normal
+from windfall.weights.ranges import covers, normal
 
 
 class Withdrawn(OSError):

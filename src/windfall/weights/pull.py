@@ -11,8 +11,7 @@ Rules:
   read, the rest comes from the full copy, whose sources the reader asks for;
 - the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
 - all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
-  changes, a file is withdrawn. Deltas stay readable: those of the last load, and older ones of a quarter of the copy;
-- with `need`, only the chunks that a layout touches are read, and only they have memory.
+  changes, a file is withdrawn. Deltas stay readable: those of the last load, and older ones of a quarter of the copy.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from windfall.weights.file_sources import Ask, FileSources, PullFailed
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import BufferTensors, SharedTensors
-from windfall.weights.slices import Layout, chunk_ranges, layout_ranges
 from windfall.weights.source import Source, connect
 
 if TYPE_CHECKING:
@@ -73,9 +71,8 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
-        need: Layout | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read. `need`: slices of the tensors, if not all are needed."""
+        """`parallel`: connections at the start of a read."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -86,7 +83,7 @@ class Puller:
         self.ssl = ssl
         self.files = HeldFiles()
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files, need), LocalCopy(self.files)
+        self._weights, self._base = LocalCopy(self.files), LocalCopy(self.files)
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
@@ -218,11 +215,10 @@ class Puller:
 class LocalCopy:
     """A reader's copy of some weights: one buffer, and which of its chunks are verified."""
 
-    def __init__(self, files: HeldFiles, need: Layout | None = None) -> None:
+    def __init__(self, files: HeldFiles) -> None:
         self.held: Manifest | None = None
-        """What the buffer holds, with every chunk verified that is needed."""
+        """What the buffer holds, with every chunk verified."""
         self._files = files
-        self._need = need
         self._buffer = Buffer(0)
         self._file: HeldFile | None = None
         self._seals: dict[tuple[int, int], bytes] = {}
@@ -241,13 +237,10 @@ class LocalCopy:
             self._file = None
         if self._buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
-        bounds = self._bounds = wanted.bounds()
-        ranges = None
-        if self._need is not None:
-            ranges = chunk_ranges(layout_ranges(wanted.entries, self._need), bounds)
-        self._file = self._file or HeldFile(wanted, self._buffer, ranges=ranges)
+        self._bounds = wanted.bounds()
+        self._file = self._file or HeldFile(wanted, self._buffer)
         known, self._seals = self._seals, {}
-        for i, chunk in enumerate(pairwise(bounds)):
+        for i, chunk in enumerate(pairwise(self._bounds)):
             if reuse and known.get(chunk) == wanted.seal(i):
                 self.add(i)
         self._files.add(self._file)

@@ -42,7 +42,7 @@ from windfall.controller.directory.holders import (
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
-from windfall.weights.slices import covers, intersect, normal, subtract, union
+from windfall.weights.ranges import covers, intersect, normal, subtract, union
 
 VERIFY_BYTES_PER_S = 4e9
 """First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""

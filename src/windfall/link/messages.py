@@ -67,7 +67,7 @@ class SourceRef(Value, frozen=True):
 class RoutePart(Value, frozen=True):
     start: int
     stop: int
-    sources: tuple[int, ...]  # numbers in `ReadRoute.sources`, best first
+    source: int  # its number in `ReadRoute.sources`
 
 
 class ReadRoute(Value, frozen=True):

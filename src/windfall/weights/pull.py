@@ -203,6 +203,7 @@ class Puller:
             yield sources
         finally:
             del self._reading[file]
+            sources.close()
             self._received_s = sources.received_s
             self.retries += sources.retries
             self._used += sources.uses()

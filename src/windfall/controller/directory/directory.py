@@ -428,7 +428,7 @@ class Directory:
             m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine if me.shares_machine(h) else "")
             for h in (self._contacts.holders[id] for id in ids)
         )
-        parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
+        parts = (m.RoutePart(start=p.start, stop=p.stop, source=ids.index(p.source)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 
     def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:

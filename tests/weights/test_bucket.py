@@ -21,7 +21,7 @@ import torch
 from tests.support.held_bytes import CHUNK, PART, held
 from tests.support.s3_server import BUCKET, SECRET, request, s3_server
 from windfall.controller.directory.directory import Directory
-from windfall.controller.directory.holders import WeightHolder
+from windfall.controller.directory.holders import NO_WORKER, WeightHolder
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.errors import WindfallError
 from windfall.link import messages as m
@@ -373,7 +373,8 @@ class BucketReader:
 
     def complaints(self) -> set[tuple[str, str]]:
         uses = [use for question in self.asked for use in question.used if use.why]
-        return {("bucket" if use.source == self.uploads.store.location else "trainer", use.why) for use in uses}
+        bucket = NO_WORKER + self.uploads.store.location
+        return {("bucket" if use.source == bucket else "trainer", use.why) for use in uses}
 
 
 @pytest.fixture

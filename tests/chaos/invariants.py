@@ -7,7 +7,7 @@
   (tests/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
-- weights: the directory's own `check()` passes after every message; a worker that reports weights has read them; every
+- weights: the rules of the directory hold after every message; a worker that reports weights has read them; every
   byte that crosses into a region was read by an importer that the log names; no worker stays a member whose reading
   stands still for longer than the recipe allows;
 - borrowed: no more than `fleet.borrowed_max` lenders hold responses;
@@ -35,6 +35,7 @@ import xxhash
 from tests.chaos import InvariantBroken
 from tests.chaos.inject import FaultInjector, FaultyLink, distinct_token
 from tests.chaos.staleness_invariants import StalenessInvariants
+from tests.support import directory_rules
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.dispatch import Dispatch
@@ -254,7 +255,7 @@ class Invariants:
 
     def _check_directory(self, life: ControllerLife) -> None:
         try:
-            life.dispatch.weights.directory.check()
+            directory_rules.check(life.dispatch.weights.directory)
         except AssertionError as e:
             raise InvariantBroken("weights", f"the directory breaks a rule: {e}") from e
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import NO_WORKER, PeerUse, WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out
@@ -53,7 +54,7 @@ def named(source: str) -> str:
 def load(d: Directory, reader: str, wanted: str = "v1") -> list[str]:
     """The first sources of each part of all its files."""
     routes = d.load(reader, wanted)
-    d.check()
+    check(d)
     return [id for each in routes for id in firsts(each.route)]
 
 
@@ -72,7 +73,7 @@ def test_an_importer_that_dies_is_replaced_by_the_reader_with_most_bytes() -> No
         d.progress(id, received)
     d.events()
     d.leave("e0")
-    d.check()
+    check(d)
     routes = {reader: each.route for reader, each in d.routed()}
     assert list(routes) == ["e2", "e1"]
     assert {id: firsts(route) for id, route in routes.items()} == {"e2": ["trainer"], "e1": ["e2"]}
@@ -109,7 +110,7 @@ def test_the_trainer_feeds_its_fan_out_and_one_reader_of_each_other_region(
             d.leave(dying)
             routes.pop(dying, None)
             routes.update((reader, each.route) for reader, each in d.routed())
-        d.check()
+        check(d)
         crossing = [name for name, route in routes.items() if "trainer" in firsts(route)]
         at = [regions[names.index(name)] for name in crossing]
         assert at.count("us") <= limit
@@ -125,7 +126,7 @@ def test_a_small_file_makes_a_tree_and_a_large_one_a_chain() -> None:
 
 def complain(d: Directory, reader: str, source: str, why: Any) -> list[str]:
     route = d.ask(reader, "v1", [SourceUse(source=named(source), bytes=0, s=0.0, why=why)], 0)
-    d.check()
+    check(d)
     return firsts(route)
 
 
@@ -156,7 +157,7 @@ def test_a_source_that_is_dropped_loses_its_readers() -> None:
     assert load(d, "c") == ["liar"]
     d.loaded("b", "v1", [SourceUse(source="liar", bytes=0, s=0.0, why="wrong")], 1.0)
     assert [(reader, firsts(each.route)) for reader, each in d.routed()] == [("c", ["a"])]
-    d.check()
+    check(d)
 
 
 def test_who_only_reads_does_not_cross_where_another_has_crossed() -> None:
@@ -171,7 +172,7 @@ def test_a_reader_that_has_lost_a_delta_gets_a_route_for_it() -> None:
     d.join(worker("a", "eu"), [Holding(file=V1), Holding(file=DELTA)])
     assert [(each.file, each.route.parts) for each in d.load("a", "v2")] == [(DELTA, ())]
     assert firsts(d.ask("a", "d2", (), 0)) == ["trainer"]
-    d.check()
+    check(d)
 
 
 def test_who_finds_everything_wrong_is_not_believed() -> None:
@@ -230,7 +231,7 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     load(d, "a")
     assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
     d.uploaded("v1", 5, failed=True)
-    d.check()
+    check(d)
     assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
     assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
@@ -263,7 +264,7 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
     assert load(d, "b", "v2") == ["a"]  # which is still reading
     d.leave("a")
     assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
-    d.check()
+    check(d)
 
 
 @pytest.mark.parametrize(("peers", "sources"), [("none", ["trainer"] * 3), ("machine", ["trainer", "a", "trainer"])])
@@ -346,7 +347,7 @@ def test_a_machine_of_the_trainer_that_has_less_of_a_file_than_before() -> None:
         d.publish(PublishedFiles(version=1, digest="v1", files=(V1,), holders=holders), 0.0)
         if not lost:
             assert load(d, "a") == ["t0", "t1", "t0"]
-    d.check()
+    check(d)
     assert [firsts(each.route) for _, each in d.routed()] == [["t0", "t1"]]
 
 
@@ -359,7 +360,7 @@ def test_deltas_for_who_has_the_copy_and_the_copy_for_who_has_lost_it() -> None:
     assert [each.file for each in d.load("a", "v2")] == [DELTA]
     assert firsts(d.ask("a", "v2", (), 0)) == ["trainer"]
     assert [each.file for each in d.load("b", "v2")] == [V2]
-    d.check()
+    check(d)
 
 
 def test_an_adapter_comes_after_its_base() -> None:
@@ -373,7 +374,7 @@ def test_an_adapter_comes_after_its_base() -> None:
     assert [each.file for each in d.load("a", "a2")] == [adapters[1]]
     d.join(worker("b"))
     assert {id for each in d.load("b", "a2") for id in firsts(each.route)} <= {"a", "trainer"}
-    d.check()
+    check(d)
 
 
 def test_traffic_of_a_version() -> None:
@@ -468,5 +469,5 @@ def test_a_thousand_workers(capsys: pytest.CaptureFixture[str]) -> None:
         each_ms = time.perf_counter() - since
         with capsys.disabled():
             print(f"\n1,000 workers, {file.nbytes / 1e6:,.0f} MB: load takes {each_ms:.2f} ms each")
-        d.check()
+        check(d)
         assert sum("trainer" in firsts(route) for route in routes) <= MAX_FAN_OUT + 3

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT
@@ -281,7 +282,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def keeps_its_rules(self) -> None:
         directory = self.directory
-        directory.check()
+        check(directory)
         for id, route in directory.routed():
             assert route.file.digest in self.workers[id].files
             self.workers[id].routes[route.file.digest] = route.route
@@ -303,7 +304,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 usable = normal(p for other in held if contacts.usable(id, other) for p in held[other])
                 if missing := worker.missing(file):
                     assert worker.routes[file].sources or not covers(usable, missing), (id, file)
-        self.directory.check()
+        check(self.directory)
         self.directory.routed()
 
     def the_trainer_feeds_few(self) -> None:

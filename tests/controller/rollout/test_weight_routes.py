@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport
@@ -96,7 +97,7 @@ def play(folder: Path, part: Callable[[Fleet], Awaitable[None]]) -> Fleet:
         fleet = Fleet(folder)
         async with asyncio.timeout(30):
             await part(fleet)
-        fleet.dispatch.weights.directory.check()
+        check(fleet.dispatch.weights.directory)
         return fleet
 
     return loops.run(lambda _: scenario())

@@ -8,7 +8,7 @@
 The state is soft. Workers say what they hold when they join, and the trainer when it connects; a controller that starts
 again builds a directory from that. Times are arguments: same calls, same answers.
 
-Rules (`check` tests those that a state can show):
+Rules (tests/support/directory_rules.py checks those that a state can show):
  1. The source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
     reader needs.
  2. No reader follows itself, also not over others.
@@ -23,7 +23,6 @@ Rules (`check` tests those that a state can show):
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ from windfall.controller.directory.holders import (
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
-from windfall.weights.slices import covers, normal, subtract
+from windfall.weights.slices import normal, subtract
 
 VERIFY_BYTES_PER_S = 4e9
 """First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""
@@ -313,40 +312,6 @@ class Directory:
         """Since the last call, for the event log."""
         out, self._events = self._events, []
         return out
-
-    def check(self) -> None:
-        """Raise AssertionError if the state breaks a rule."""
-        holders, usable = self._contacts.holders, self._contacts.usable
-        for digest, known in self._files.items():
-            importers: list[str] = []
-            load: Counter[str] = Counter()
-            for reader, reading in known.readings.items():
-                me = holders[reader]
-                for part in reading.parts:
-                    assert self._valid(known, reader, part), (1, part)
-                    assert part.source not in self._contacts.dropped, (6, part)
-                covered = normal((part.start, part.stop) for part in reading.parts)
-                assert not reading.parts or covers(covered, reading.need), (1, reader, digest)
-                sources = [holders[id] for id in reading.sources]
-                load.update(reading.sources)
-                importing = any(holder.across(me) for holder in sources)
-                for other in importers if importing else ():
-                    pair = ((reader, other), (other, reader))
-                    both = all(usable(*ids) and ids[1] not in known.readings[ids[0]].avoid for ids in pair)
-                    assert holders[other].region != me.region or not both, (3, reader, other)
-                if importing:
-                    importers.append(reader)
-            assert +load == +known.load, (digest, load, known.load)
-            follows = {reader: known.follows(reader) for reader in known.readings}
-            while done := [reader for reader, others in follows.items() if not others & follows.keys()]:
-                for reader in done:
-                    del follows[reader]
-            assert not follows, (2, follows)
-        kept = [id for id, holder in holders.items() if holder.kind != "peer"]
-        if self.newest in self._files and any(holders[id].kind == "trainer" for id in kept):
-            known = self._files[self.newest]
-            complete = normal(piece for id in kept for piece in known.held.get(id, ()))
-            assert covers(complete, normal([(0, known.file.nbytes)])), (8, self.newest)
 
     # Plans
 

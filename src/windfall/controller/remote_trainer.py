@@ -52,7 +52,7 @@ class RemoteTrainer:
         replies = self._replies
         self._present.set()
         if self._routes is not None and self._routes.directory.wrong:  # the trainer before may not have heard of them
-            self._upload_again(tuple(sorted(self._routes.directory.wrong)))
+            self._upload_again(self._routes.directory.wrong)
         try:
             while True:
                 message = await link.receive()
@@ -118,8 +118,8 @@ class RemoteTrainer:
         order = m.Publish(id=id)
         if self._routes is not None:
             directory = self._routes.directory
-            keep, wrong = (tuple(sorted(files)) for files in (directory.needed(), directory.wrong))
-            order = m.Publish(id=id, keep=keep, wrong=wrong, pack=directory.pack())
+            keep = tuple(sorted(directory.needed()))
+            order = m.Publish(id=id, keep=keep, wrong=directory.wrong, pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:

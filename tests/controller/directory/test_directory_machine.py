@@ -170,6 +170,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert at == wanted
         if any(not r.route.sources and worker.missing(r.file.digest) for r in routes):
             assert len(routes) == 1  # it waits for the copy
+        if any(not r.file.after for r in routes):
+            worker.copy = ""  # it may have overwritten it when this load fails
 
     @rule()
     def load_all(self) -> None:

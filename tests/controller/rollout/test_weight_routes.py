@@ -262,10 +262,10 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         assert trainer.weights == published(2)
         await theirs.close()
         await serving
-        fleet.dispatch.weights.directory.wrong.add("c2")
+        fleet.dispatch.weights.directory._files["c1"].damaged = True
         ours, theirs = pair()
         serving = asyncio.create_task(trainer.attend(ours, hello))
-        assert await theirs.receive() == m.UploadAgain(files=("c2",))
+        assert await theirs.receive() == m.UploadAgain(files=("c1",))
         await theirs.close()
         await serving
 

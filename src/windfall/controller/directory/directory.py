@@ -67,8 +67,6 @@ class Directory:
     def __init__(self, prices: TrafficPrices, *, peers: PeerUse = "all", region: str = "") -> None:
         """`region`: of the trainer and the bucket."""
         self.newest = ""
-        self.wrong: set[str] = set()
-        """Files that are damaged in the bucket, until they are uploaded again."""
         self._damaged: list[str] = []
         self.traffic: Traffic | None = None
         """Of the newest version."""
@@ -83,7 +81,7 @@ class Directory:
         self._verify_bytes_per_s = VERIFY_BYTES_PER_S
         self._files: dict[str, KnownFile] = {}
         """Published by the trainer, or still being read: a worker's word for a file is not enough."""
-        self._early: dict[str, dict[str, m.Ranges]] = {}
+        self._early: dict[str, list[m.Holding]] = {}
         """What workers hold of other files, until the trainer has published the next ones."""
         self._loads: dict[str, WeightLoad] = {}
         self._copies: dict[str, str] = {}
@@ -101,12 +99,16 @@ class Directory:
     def join(self, holder: WeightHolder, holds: Sequence[m.Holding] = ()) -> None:
         self.leave(holder.id)
         self._contacts.holders[holder.id] = holder
+        self._early[holder.id] = [holding for holding in holds if holding.file.digest not in self._files]
+        self._hold(holder.id, holds)
         for holding in holds:
-            known, name = self._files.get(holding.file.digest), holding.file.digest
-            held = self._early.setdefault(name, {}) if known is None else known.held
-            held[holder.id] = normal(holding.ranges) or WHOLE
             if not holding.ranges and not holding.file.after:
                 self._copies[holder.id] = holding.file.digest
+
+    def _hold(self, id: str, holds: Iterable[m.Holding]) -> None:
+        for holding in holds:
+            if (known := self._files.get(holding.file.digest)) is not None:
+                known.held[id] = normal(holding.ranges) or WHOLE
 
     def leave(self, id: str) -> None:
         """A worker or a machine of the trainer (by its id) is gone. Its readers get other routes (`routed`)."""
@@ -115,12 +117,10 @@ class Directory:
         self._left[id] = self._contacts.holders[id]
         self._loads.pop(id, None)
         self._copies.pop(id, None)
-        for held in self._early.values():
-            held.pop(id, None)
+        self._early.pop(id, None)
         for known in self._files.values():
             known.held.pop(id, None)
-            self._end(known, id)
-            known.load.pop(id, None)
+            known.readings.pop(id, None)
         self._contacts.remove(id)
         self._rates.forget(id)
         self._repair(self._files.values(), [id])
@@ -130,33 +130,32 @@ class Directory:
     def publish(self, files: m.PublishedFiles, now_s: float) -> None:
         """What the trainer and the bucket hold, all of it. A trainer that connects again says the same, and readers may
         try it again."""
-        gone = {id for id, holder in self._contacts.holders.items() if holder.kind != "peer"}
-        for id in gone if files.version <= self._version else ():
+        before = {id for id, holder in self._contacts.holders.items() if holder.kind != "peer"}
+        for id in before if files.version <= self._version else ():
             self._contacts.forgive(id)
         self._version = files.version
         listed = {file.digest: file for file in files.files}
         self._files = {name: known for name, known in self._files.items() if name in listed or known.readings}
         for known in self._files.values():
-            for id in gone:
+            for id in before:
                 known.held.pop(id, None)
         for name, file in listed.items():
-            self._files.setdefault(name, KnownFile(file, self._early.get(name, {})))
+            self._files.setdefault(name, KnownFile(file))
+        for id, holds in self._early.items():
+            self._hold(id, holds)
         self._early = {}
-        self.wrong &= self._files.keys()
+        now = []
         for each in files.holders:
             at, kind = each.location, "bucket" if each.location == files.bucket else "trainer"
-            id = NO_WORKER + at
-            about = WeightHolder(id=id, kind=kind, location=at, region=self._region, machine=each.machine)
-            self._contacts.holders[id] = about
-            gone.discard(id)
-            for holding in each.holds:
-                if holding.file.digest in self._files:
-                    self._files[holding.file.digest].held[id] = normal(holding.ranges) or WHOLE
-        for id in sorted(gone):
+            now.append(
+                WeightHolder(id=NO_WORKER + at, kind=kind, location=at, region=self._region, machine=each.machine)
+            )
+            self._contacts.holders[now[-1].id] = now[-1]
+            self._hold(now[-1].id, each.holds)
+        for id in sorted(before.difference(holder.id for holder in now)):
             self.leave(id)
-        trainers = [holder for holder in self._contacts.holders.values() if holder.kind == "trainer"]
-        self._trainers = trainers or self._trainers
-        self._repair(self._files.values(), [NO_WORKER + each.location for each in files.holders], gained=True)
+        self._trainers = [holder for holder in now if holder.kind == "trainer"] or self._trainers
+        self._repair(self._files.values(), [holder.id for holder in now], gained=True)
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
@@ -174,9 +173,8 @@ class Directory:
         """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
         if self.traffic is not None:
             self.traffic.bytes["upload"] += count
-        if not failed:
-            self.wrong.discard(file)
         if (known := self._files.get(file)) is not None:
+            known.damaged &= failed
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
@@ -211,8 +209,7 @@ class Directory:
         known, wanted = self._files.get(file), self._loads[reader].wanted if reader in self._loads else ""
         copy = self._files[wanted].file if wanted in self._files else None
         if known is None or not (reader in known.readings or (copy and file in _names(copy))):
-            for use in used:
-                self._take(reader, use, None)
+            self._take(reader, used)
             if file == wanted:  # the copy that deltas should make: it has lost the one that they change
                 self._copies.pop(reader, None)
             return NO_ROUTE
@@ -228,12 +225,8 @@ class Directory:
         if not reading.need:  # it lacks something nevertheless
             known.held.pop(reader, None)
             reading.need = self._lacks(known, reader)
-        for use in used:
-            self._take(reader, use, known)
-        failed = [use.source for use in used if use.why]
-        self._renew(known, [reader], failed[0] if failed else "first")
-        if failed:
-            self._repair(self._files.values(), failed)
+        self._take(reader, used, known)
+        self._renew(known, [reader], next((use.source for use in used if use.why), "first"))
         self._routed.pop((reader, file), None)
         return self._route(reader, reading)
 
@@ -248,16 +241,13 @@ class Directory:
         if load is not None and load.wanted == digest:
             for file in self._loads.pop(reader).files:
                 self._files[file.digest].held[reader] = WHOLE
-                self._end(self._files[file.digest], reader)
+                del self._files[file.digest].readings[reader]
             if (known := self._files.get(digest)) is not None:
                 known.held[reader] = WHOLE
                 if apply_s > 0:
                     self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
             self._copies[reader] = digest
-        for use in used:
-            self._take(reader, use, None)
-        if failed := [use.source for use in used if use.why]:
-            self._repair(self._files.values(), failed)
+        self._take(reader, used)
         if self.traffic is not None and digest == self.newest:
             self.traffic.ready(reader, now_s)
 
@@ -268,8 +258,8 @@ class Directory:
         for reader in readers:
             load = self._loads.pop(reader, None)
             for file in load.files if load is not None else ():
-                known = files[file.digest] = self._files[file.digest]
-                self._end(known, reader)
+                files[file.digest] = self._files[file.digest]
+                del self._files[file.digest].readings[reader]
         self._repair(files.values(), readers)
 
     # What others need to know
@@ -284,6 +274,11 @@ class Directory:
         """Files that the trainer must upload again, since the last call."""
         out, self._damaged = tuple(self._damaged), []
         return out
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """All files that are damaged in the bucket."""
+        return tuple(sorted(name for name, known in self._files.items() if known.damaged))
 
     def offered(self) -> frozenset[str]:
         """Weights that can be read from somewhere."""
@@ -338,8 +333,8 @@ class Directory:
     def _search(self, reader: str, known: KnownFile, reading: Reading) -> tuple[Part, ...]:
         near = WeightHolder(id="", kind="peer", region=self._region)
         slots = fan_out(len(self._contacts.holders), known.file.nbytes, self._rates.between(near, near))
-        me, damaged = self._contacts.holders[reader], known.file.digest in self.wrong
-        return RouteSearch(self._contacts, self._prices, slots, self._rates.slow, me, known, damaged).route(reading)
+        me, slow = self._contacts.holders[reader], self._rates.slow
+        return RouteSearch(self._contacts, self._prices, me, known, slots=slots, slow=slow).route(reading)
 
     def _find(self, reader: str, file: m.FileRef) -> Reading:
         """A reading with its route, which has not begun."""
@@ -353,15 +348,9 @@ class Directory:
     ) -> tuple[m.FileRoute, ...]:
         self._loads[reader] = WeightLoad(wanted, plan)
         for file, reading in zip(plan, found, strict=True):
-            known, parts, reading.parts = self._files[file.digest], reading.parts, ()
-            known.readings[reader] = reading
-            self._set(known, reader, parts, "first")
+            self._files[file.digest].readings[reader] = reading
+            self._log_import(file.digest, reader, reading, "first")
         return tuple(m.FileRoute(file=file, route=self._route(reader, r)) for file, r in zip(plan, found, strict=True))
-
-    def _end(self, known: KnownFile, reader: str) -> None:
-        if reader in known.readings:
-            self._set(known, reader, ())
-            del known.readings[reader]
 
     def _keep_only(self, reader: str, keep: set[str]) -> None:
         """The reader overwrites its copy: it serves deltas and these files only."""
@@ -369,20 +358,12 @@ class Directory:
             if name not in keep and not known.file.after and known.held.pop(reader, None) is not None:
                 self._repair([known], [reader])
 
-    def _set(self, known: KnownFile, reader: str, parts: tuple[Part, ...], why: str = "") -> None:
-        """Give a reader this route, and count the load of its sources. `why`: for the event of an importer."""
-        reading, me, holders = known.readings[reader], self._contacts.holders[reader], self._contacts.holders
-        known.load.subtract(id for id in reading.sources if id in holders)
-        reading.parts = parts
-        known.load.update(reading.sources)
-        if parts:
-            importing = any(holders[id].across(me) for id in reading.sources)
-            if importing and not reading.importing:
-                at_bytes = self._loads[reader].received
-                cause = why.removeprefix(NO_WORKER)
-                at = {"worker": reader, "file": known.file.digest, "at_bytes": at_bytes, "why": cause}
-                self._events.append(("importer", {"region": me.region, **at}))
-            reading.importing = importing
+    def _log_import(self, file: str, reader: str, reading: Reading, why: str) -> None:
+        me, before = self._contacts.holders[reader], reading.importing
+        reading.importing = any(self._contacts.holders[id].across(me) for id in reading.sources)
+        if reading.importing and not before:
+            at = {"worker": reader, "file": file, "at_bytes": self._loads[reader].received}
+            self._events.append(("importer", {"region": me.region, **at, "why": why.removeprefix(NO_WORKER)}))
 
     def _route(self, reader: str, reading: Reading) -> m.ReadRoute:
         me, ids = self._contacts.holders[reader], reading.sources
@@ -408,11 +389,12 @@ class Directory:
         """Give these readers new routes. The one with the most bytes comes first: if it must import, the others can
         follow it."""
         for reader in readers:
-            self._set(known, reader, ())
+            known.readings[reader].parts = ()
         for reader in sorted(readers, key=lambda id: (-self._loads[id].received, id)):
-            parts = self._search(reader, known, known.readings[reader])
-            self._set(known, reader, parts, why)
-            if parts:
+            reading = known.readings[reader]
+            reading.parts = self._search(reader, known, reading)
+            if reading.parts:
+                self._log_import(known.file.digest, reader, reading, why)
                 self._routed[reader, known.file.digest] = None
 
     def _valid(self, known: KnownFile, reader: str, part: Part) -> bool:
@@ -421,34 +403,41 @@ class Directory:
 
     # Reports
 
-    def _take(self, reader: str, use: m.SourceUse, known: KnownFile | None) -> None:
-        """Count what a reader got, and take its complaint."""
-        me, source = self._contacts.holders[reader], self._contacts.holders.get(use.source)
-        if (past := source or self._left.get(use.source)) is not None:
-            usd = use.bytes / 1e9 * self._prices.usd_per_gb(me, past)
-            self.usd += usd
-            self._rates.add(me, past, use.bytes, use.s)
-            if self.traffic is not None:
-                self.traffic.add(me, past, use.bytes, usd)
-        if source is None or use.why in ("", "slow"):
-            return
-        dropped = False
-        if known is not None and use.why == "wrong" and source.kind == "bucket":
-            known.readings[reader].avoid.add(use.source)
-            if known.file.digest not in self.wrong and self._contacts.report_damage(reader):
-                dropped = True
-                self.wrong.add(known.file.digest)
-                self._damaged.append(known.file.digest)
-        elif use.why in ("unreachable", "wrong"):
-            dropped = self._contacts.report(reader, use.source, use.why)
-        elif known is not None:
-            known.readings[reader].avoid.add(use.source)
-            if use.why == "gone" and source.kind == "peer" and use.source not in known.readings:
-                dropped = known.held.pop(use.source, None) is not None
-        if dropped:
-            file, name = known.file.digest if known is not None else "", use.source.removeprefix(NO_WORKER)
-            about = {"source": name, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
-            self._events.append(("source_dropped", about))
+    def _take(self, reader: str, used: Sequence[m.SourceUse], known: KnownFile | None = None) -> None:
+        """Count what a reader got, and take its complaints about sources of this file."""
+        me = self._contacts.holders[reader]
+        for use in used:
+            source = self._contacts.holders.get(use.source) or self._left.get(use.source)
+            if source is not None:
+                usd = use.bytes / 1e9 * self._prices.usd_per_gb(me, source)
+                self.usd += usd
+                self._rates.add(me, source, use.bytes, use.s)
+                if self.traffic is not None:
+                    self.traffic.add(me, source, use.bytes, usd)
+            if self.knows(use.source) and self._complain(reader, use, known):
+                file, name = known.file.digest if known is not None else "", use.source.removeprefix(NO_WORKER)
+                about = {"source": name, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
+                self._events.append(("source_dropped", about))
+        if failed := [use.source for use in used if use.why]:
+            self._repair(self._files.values(), failed)
+
+    def _complain(self, reader: str, use: m.SourceUse, known: KnownFile | None) -> bool:
+        """Take a complaint. Whether it takes the source from other readers, too."""
+        kind = self._contacts.holders[use.source].kind
+        damaged = use.why == "wrong" and kind == "bucket"
+        if use.why in ("unreachable", "wrong") and not (damaged and known is not None):
+            return self._contacts.report(reader, use.source, use.why)
+        if known is None or use.why in ("", "slow"):
+            return False
+        known.readings[reader].avoid.add(use.source)
+        if damaged:
+            if known.damaged or not self._contacts.report_damage(reader):
+                return False
+            known.damaged = True
+            self._damaged.append(known.file.digest)
+            return True
+        gone = use.why == "gone" and kind == "peer" and use.source not in known.readings
+        return gone and known.held.pop(use.source, None) is not None
 
 
 def _names(file: m.FileRef) -> tuple[str, ...]:

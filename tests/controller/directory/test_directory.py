@@ -233,7 +233,6 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     d.uploaded("v1", 5, failed=True)
     check(d)
     assert [firsts(each.route) for _, each in d.routed()] == [["trainer"]]
-    assert d.traffic is not None
     assert d.traffic.describe()["upload_bytes"] == 5
     d.uploaded("v1", 5, failed=False)  # the second attempt
     assert load(d, "a") == ["s3://b"]
@@ -257,7 +256,6 @@ def test_late_messages_about_an_older_load_change_nothing() -> None:
     d.publish(published(V2, DELTA, version=2), 2.0)
     load(d, "a", "v2")
     assert d.ask("a", "v1", [SourceUse(source="#trainer", bytes=5, s=1.0)], 0) == ReadRoute(sources=(), parts=())
-    assert d.traffic is not None
     assert d.traffic.describe()["trainer_bytes"] == 5  # but what was sent is counted
     assert d.ask("a", "unheard of", (), 0) == ReadRoute(sources=(), parts=())
     d.loaded("a", "v1", (), 3.0)
@@ -383,7 +381,6 @@ def test_traffic_of_a_version() -> None:
     assert sources == {"a": "trainer", "b": "a", "c": "b", "e": "trainer"}
     for n, id in enumerate("abce"):
         d.loaded(id, "v1", [SourceUse(source=named(sources[id]), bytes=V1.nbytes, s=16.0)], 10.0 * (n + 1))
-    assert d.traffic is not None
     weights = d.traffic.describe()
     assert weights == {
         "version": 1, "readers": 4, "full_bytes": 16 * GB, "delta_bytes": 0, "trainer_bytes": 32 * GB,

@@ -57,8 +57,7 @@ class WeightLoad:
     """What a reader was told to load. A late message about another load changes nothing."""
 
     wanted: str
-    files: tuple[m.FileRef, ...]
-    """In the order of reading."""
+    files: tuple[str, ...]
     received: int = 0
     """Bytes, by its last report."""
 
@@ -68,7 +67,7 @@ class Directory:
         """`region`: of the trainer and the bucket."""
         self.newest = ""
         self._damaged: list[str] = []
-        self.traffic: Traffic | None = None
+        self.traffic = Traffic()
         """Of the newest version."""
         self.usd = 0.0
         """What all versions have cost."""
@@ -123,9 +122,8 @@ class Directory:
             known.readings.pop(id, None)
         self._contacts.remove(id)
         self._rates.forget(id)
-        self._repair(self._files.values(), [id])
-        if self.traffic is not None:
-            self.traffic.waiting.discard(id)
+        self._repair([id])
+        self.traffic.waiting.discard(id)
 
     def publish(self, files: m.PublishedFiles, now_s: float) -> None:
         """What the trainer and the bucket hold, all of it. A trainer that connects again says the same, and readers may
@@ -155,24 +153,23 @@ class Directory:
         for id in sorted(before.difference(holder.id for holder in now)):
             self.leave(id)
         self._trainers = [holder for holder in now if holder.kind == "trainer"] or self._trainers
-        self._repair(self._files.values(), [holder.id for holder in now], gained=True)
+        self._repair([holder.id for holder in now])
         if files.digest != self.newest:
             self.end_version()
             copy = sum(file.nbytes for file in files.files if file.digest == files.digest)
             delta = sum(file.nbytes for file in files.files if file.after == files.digest)
             waiting = {id for id, holder in self._contacts.holders.items() if holder.kind == "peer"}
             self.newest, self._left = files.digest, {}
-            self.traffic = Traffic(files.version, copy, delta, now_s, waiting, len(waiting) // 2)
+            self.traffic = Traffic(files.version, copy, delta, now_s, waiting)
 
     def end_version(self) -> None:
         """The next version comes, or the run ends: write the event of the newest one."""
-        if self.traffic is not None and self.traffic.readers:
+        if self.traffic.readers:
             self._events.append(("weights", self.traffic.describe()))
 
     def uploaded(self, file: str, count: int, *, failed: bool) -> None:
         """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
-        if self.traffic is not None:
-            self.traffic.bytes["upload"] += count
+        self.traffic.bytes["upload"] += count
         if (known := self._files.get(file)) is not None:
             known.damaged &= failed
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
@@ -180,7 +177,7 @@ class Directory:
                 known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
             for reading in known.readings.values() if not failed else ():
                 reading.avoid.difference_update(buckets)
-            self._repair([known], buckets, gained=not failed)
+            self._repair(buckets)
 
     # Readers
 
@@ -190,18 +187,19 @@ class Directory:
         self.stopped(reader)
         files = {name: known.file for name, known in self._files.items()}
         while (plan := self._plan(reader, wanted, files.values())) is not None:
-            readings = [self._find(reader, file) for file in plan]
-            unread = [file for file, reading in zip(plan, readings, strict=True) if reading.unfed]
-            if not unread:
+            readings = {file.digest: self._find(reader, file.digest) for file in plan}
+            unfed = [name for name, reading in readings.items() if reading.unfed]
+            if not unfed:
                 break
-            del files[unread[0].digest]
+            del files[unfed[0]]
         else:  # no way has sources now: wait for those of the copy
-            plan = (self._files[wanted].file,) if wanted in self._files else ()
-            readings = [Reading(self._lacks(self._files[wanted], reader)) for _ in plan]
+            plan = [self._files[wanted].file] if wanted in self._files else []
+            readings = {file.digest: Reading(self._files[wanted].lacks(reader)) for file in plan}
         self._keep_only(reader, {name for file in plan for name in _names(file)} or {wanted})
         if any(not file.after for file in plan):  # a full copy overwrites the one before it
             self._copies.pop(reader, None)
-        return self._begin(reader, wanted, plan, readings)
+        self._begin(reader, wanted, readings)
+        return tuple(m.FileRoute(file=file, route=self._route(reader, readings[file.digest])) for file in plan)
 
     def ask(self, reader: str, file: str, used: Sequence[m.SourceUse], received: int) -> m.ReadRoute:
         """A source failed, or the reader needs this file, which its load did not name. It has the first `received`
@@ -218,13 +216,13 @@ class Directory:
             self._copies.pop(reader, None)
             self._keep_only(reader, set())
             known.held.pop(reader, None)
-            self._begin(reader, wanted, (known.file,), [Reading(self._lacks(known, reader))])
+            self._begin(reader, wanted, {file: Reading(known.lacks(reader))})
         reading = known.readings[reader]
         self._loads[reader].received = max(received, self._loads[reader].received)
-        reading.need = subtract(self._lacks(known, reader), normal([(0, received)]))
+        reading.need = subtract(known.lacks(reader), normal([(0, received)]))
         if not reading.need:  # it lacks something nevertheless
             known.held.pop(reader, None)
-            reading.need = self._lacks(known, reader)
+            reading.need = known.lacks(reader)
         self._take(reader, used, known)
         self._renew(known, [reader], next((use.source for use in used if use.why), "first"))
         self._routed.pop((reader, file), None)
@@ -239,28 +237,26 @@ class Directory:
         """The reader has these weights, and every file of its load. `apply_s`: what applying deltas took."""
         load = self._loads.get(reader)
         if load is not None and load.wanted == digest:
-            for file in self._loads.pop(reader).files:
-                self._files[file.digest].held[reader] = WHOLE
-                del self._files[file.digest].readings[reader]
+            for name in self._loads.pop(reader).files:
+                self._files[name].held[reader] = WHOLE
+                del self._files[name].readings[reader]
             if (known := self._files.get(digest)) is not None:
                 known.held[reader] = WHOLE
                 if apply_s > 0:
                     self._verify_bytes_per_s = mean(self._verify_bytes_per_s, known.file.nbytes / apply_s)
             self._copies[reader] = digest
         self._take(reader, used)
-        if self.traffic is not None and digest == self.newest:
+        if digest == self.newest:
             self.traffic.ready(reader, now_s)
 
     def stopped(self, *readers: str) -> None:
         """Their loads have failed, or others follow. Their followers get other routes. To stop many at once is cheaper
         than to stop them one by one, each time with new routes for followers that will be stopped, too."""
-        files: dict[str, KnownFile] = {}
-        for reader in readers:
-            load = self._loads.pop(reader, None)
-            for file in load.files if load is not None else ():
-                files[file.digest] = self._files[file.digest]
-                del self._files[file.digest].readings[reader]
-        self._repair(files.values(), readers)
+        busy = [reader for reader in readers if reader in self._loads]
+        for reader in busy:
+            for name in self._loads.pop(reader).files:
+                del self._files[name].readings[reader]
+        self._repair(busy)
 
     # What others need to know
 
@@ -317,11 +313,8 @@ class Directory:
 
     def _held(self, reader: str) -> list[str]:
         """All weights that the reader has complete."""
-        whole = [name for name, known in self._files.items() if not self._lacks(known, reader)]
+        whole = [name for name, known in self._files.items() if not known.lacks(reader)]
         return [*whole, *([self._copies[reader]] if reader in self._copies else [])]
-
-    def _lacks(self, known: KnownFile, reader: str) -> m.Ranges:
-        return subtract(normal([(0, known.file.nbytes)]), known.held.get(reader, ()))
 
     def _rate(self, me: WeightHolder) -> float:
         """Expected bytes per second from the trainer. It says what a delta is worth even if a copy is nearer: somebody
@@ -336,27 +329,24 @@ class Directory:
         me, slow = self._contacts.holders[reader], self._rates.slow
         return RouteSearch(self._contacts, self._prices, me, known, slots=slots, slow=slow).route(reading)
 
-    def _find(self, reader: str, file: m.FileRef) -> Reading:
+    def _find(self, reader: str, file: str) -> Reading:
         """A reading with its route, which has not begun."""
-        known = self._files[file.digest]
-        reading = Reading(self._lacks(known, reader))
+        known = self._files[file]
+        reading = Reading(known.lacks(reader))
         reading.parts = self._search(reader, known, reading)
         return reading
 
-    def _begin(
-        self, reader: str, wanted: str, plan: tuple[m.FileRef, ...], found: Sequence[Reading]
-    ) -> tuple[m.FileRoute, ...]:
-        self._loads[reader] = WeightLoad(wanted, plan)
-        for file, reading in zip(plan, found, strict=True):
-            self._files[file.digest].readings[reader] = reading
-            self._log_import(file.digest, reader, reading, "first")
-        return tuple(m.FileRoute(file=file, route=self._route(reader, r)) for file, r in zip(plan, found, strict=True))
+    def _begin(self, reader: str, wanted: str, readings: dict[str, Reading]) -> None:
+        self._loads[reader] = WeightLoad(wanted, tuple(readings))
+        for file, reading in readings.items():
+            self._files[file].readings[reader] = reading
+            self._log_import(file, reader, reading, "first")
 
     def _keep_only(self, reader: str, keep: set[str]) -> None:
         """The reader overwrites its copy: it serves deltas and these files only."""
         for name, known in self._files.items():
             if name not in keep and not known.file.after and known.held.pop(reader, None) is not None:
-                self._repair([known], [reader])
+                self._repair([reader])
 
     def _log_import(self, file: str, reader: str, reading: Reading, why: str) -> None:
         me, before = self._contacts.holders[reader], reading.importing
@@ -374,16 +364,14 @@ class Directory:
         parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 
-    def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:
-        """Something has changed about these sources. Give new routes to all whose source is none any more. `gained`:
-        also to those that had none, which otherwise ask again."""
-        for known in files:
+    def _repair(self, suspects: Collection[str]) -> None:
+        """Something has changed about these sources. Give new routes to all readers whose source is none any more."""
+        for known in self._files.values() if suspects else ():
             broken = [
                 reader for reader, reading in known.readings.items()
-                if (gained and reading.unfed)
-                or any(part.source in suspects and not self._valid(known, reader, part) for part in reading.parts)
+                if any(part.source in suspects and not self._valid(known, reader, part) for part in reading.parts)
             ]  # fmt: skip
-            self._renew(known, broken, next(iter(suspects), "first"))
+            self._renew(known, broken, next(iter(suspects)))
 
     def _renew(self, known: KnownFile, readers: Collection[str], why: str) -> None:
         """Give these readers new routes. The one with the most bytes comes first: if it must import, the others can
@@ -412,14 +400,12 @@ class Directory:
                 usd = use.bytes / 1e9 * self._prices.usd_per_gb(me, source)
                 self.usd += usd
                 self._rates.add(me, source, use.bytes, use.s)
-                if self.traffic is not None:
-                    self.traffic.add(me, source, use.bytes, usd)
+                self.traffic.add(me, source, use.bytes, usd)
             if self.knows(use.source) and self._complain(reader, use, known):
                 file, name = known.file.digest if known is not None else "", use.source.removeprefix(NO_WORKER)
                 about = {"source": name, "file": file, "why": use.why, "by": reader, "bytes": use.bytes}
                 self._events.append(("source_dropped", about))
-        if failed := [use.source for use in used if use.why]:
-            self._repair(self._files.values(), failed)
+        self._repair([use.source for use in used if use.why])
 
     def _complain(self, reader: str, use: m.SourceUse, known: KnownFile | None) -> bool:
         """Take a complaint. Whether it takes the source from other readers, too."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
+from windfall.weights.slices import normal, subtract
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""
@@ -110,7 +111,10 @@ class KnownFile:
 
     def load(self) -> Counter[str]:
         """By holder: readers whose source it is."""
-        return Counter(id for reading in self.readings.values() for id in reading.sources)
+        return Counter(id for reading in self.readings.values() for id in {part.source for part in reading.parts})
+
+    def lacks(self, id: str) -> Ranges:
+        return subtract(normal([(0, self.file.nbytes)]), self.held.get(id, ()))
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id, ())

@@ -67,21 +67,19 @@ class RouteSearch:
         self._contacts, self._prices, self._me, self._known = contacts, prices, me, known
         self._slots, self._slow = slots, slow
         self._unfit, self._load = known.unfit(), known.load()
+        self._buckets = {id for id in known.held if contacts.holders[id].kind == "bucket"}
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
         avoid = reading.avoid | self._contacts.shunned(self._me.id)
-        damaged = {id for id in self._known.held if self._known.damaged and self._kind(id) == "bucket"}
+        damaged = self._buckets if self._known.damaged else set[str]()
         attempts = dict.fromkeys(frozenset(left_out) for left_out in (avoid | damaged, avoid, damaged, ()))
         return next((parts for left_out in attempts if (parts := self._cover(reading.need, left_out))), ())
 
-    def _kind(self, id: str) -> str:
-        return self._contacts.holders[id].kind
-
     def _cover(self, ranges: Ranges, avoid: Collection[str]) -> tuple[Part, ...]:
         known, parts = self._known, list[Part]()
-        ids = [id for id in dict.fromkeys((*known.held, *known.readings)) if id not in avoid]
-        ids.sort(key=lambda id: self._kind(id) == "bucket")
+        ids = [id for id in {**known.held, **known.readings} if id not in avoid and id not in self._buckets]
+        ids += [id for id in self._buckets if id not in avoid]
         cuts = sorted({edge for held in known.held.values() for piece in held for edge in piece})
         for need in ranges:
             pieces = _pieces(cuts, *need)

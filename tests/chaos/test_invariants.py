@@ -112,7 +112,7 @@ def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     patch.setattr(Members, "routable", routable)
 
 
-@breaks("version", "window", seed=20)
+@breaks("version", "window", seed=26)
 def same_version_number_counts_as_same_weights(patch: Patch) -> None:
     """After a fallback, a step is trained again: its version has the same number but maybe other weights."""
 
@@ -171,7 +171,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
     patch.setattr(RemoteTrainer, "forward_backward", without_the_last)
 
 
-@breaks("batch", "version", "bound", "lost", "window", seed=11)
+@breaks("batch", "version", "bound", "lost", "window", seed=7)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
     real, interrupt = RemoteTrainer._ask, Rollout.interrupt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windfall.controller.directory.directory import Directory
-from windfall.weights.slices import covers, normal
+from windfall.weights.ranges import covers, normal
 
 
 def check(directory: Directory) -> None:

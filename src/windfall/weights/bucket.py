@@ -34,7 +34,7 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
-from windfall.weights.slices import covers
+from windfall.weights.ranges import covers
 from windfall.weights.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
 
 PART_BYTES = 64 << 20

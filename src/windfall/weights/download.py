@@ -44,8 +44,7 @@ def read_manifest(sources: FileSources) -> Manifest:
     source = None
     while not found:
         source = sources.attempt(1, source, read)
-    if source is not None:
-        source.close()
+    sources.leave(source)
     return found[0]
 
 
@@ -69,15 +68,15 @@ class Download:
         self._missing = set(missing)
         self._grouped: object = None
         """The route by which the queues were made."""
-        self._queues: dict[tuple[SourceRef, ...], deque[int]] = {(): deque(sorted(self._missing))}
-        """By sources: the chunks that no connection has begun."""
+        self._queues: dict[SourceRef | None, deque[int]] = {None: deque(sorted(self._missing))}
+        """By source: the chunks that no connection has begun."""
         self._threads: list[threading.Thread] = []
         self._damaged: set[tuple[int, str]] = set()
         self._received = 0
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
-        """`parallel`: connections at the beginning; at least one for each group of sources."""
+        """`parallel`: connections at the beginning; at least one for each source."""
         with self._lock:
             self._group()
         self._start(max(parallel, len(self._queues)))
@@ -104,7 +103,7 @@ class Download:
             t.start()
 
     def _read_spans(self, number: int) -> None:
-        source, of = None, ()
+        source = of = None
         try:
             while (found := self._next_span(number, of)) is not None:
                 of, first, stop = found
@@ -116,8 +115,8 @@ class Download:
             if source is not None:
                 source.close()
 
-    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], int, int] | None:
-        """Chunks `first` to `stop` of the same sources as before, if these have more, and otherwise of others."""
+    def _next_span(self, number: int, of: SourceRef | None) -> tuple[SourceRef | None, int, int] | None:
+        """Chunks `first` to `stop` of the same source as before, if it has more, and otherwise of another one."""
         with self._lock:
             self._group()
             if not self._queues.get(of):

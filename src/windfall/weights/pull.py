@@ -11,8 +11,7 @@ Rules:
   read, the rest comes from the full copy, whose sources the reader asks for;
 - the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
 - all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
-  changes, a file is withdrawn. Deltas stay readable: those of the last pull, and older ones of a quarter of the copy;
-- with `need`, only the chunks that a layout touches are read, and only they have memory.
+  changes, a file is withdrawn. Deltas stay readable: those of the last load, and older ones of a quarter of the copy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import mmap
 import ssl as tls
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +38,6 @@ from windfall.weights.file_sources import Ask, FileSources, PullFailed
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import BufferTensors, SharedTensors
-from windfall.weights.slices import Layout, chunk_ranges, layout_ranges
 from windfall.weights.source import Source, connect
 
 if TYPE_CHECKING:
@@ -73,9 +71,8 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
-        need: Layout | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read. `need`: slices of the tensors, if not all are needed."""
+        """`parallel`: connections at the start of a read."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -86,7 +83,7 @@ class Puller:
         self.ssl = ssl
         self.files = HeldFiles()
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files, need), LocalCopy(self.files)
+        self._weights, self._base = LocalCopy(self.files), LocalCopy(self.files)
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
@@ -103,17 +100,11 @@ class Puller:
         with self._lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
-            self._used, apply_s, self._received_s = [], 0.0, time.monotonic()
-            deltas = [each.file for each in load.files if each.file.after]
-            if deltas and (self.held is None or self.held.digest != load.digest):
-                if deltas[0].before in self._routes:
-                    self._read_copy(self._weights, deltas[0].before)
-                apply_s = self._update(deltas, load.digest)
-            made = msgspec.structs.replace(self._read_copy(self._weights, load.digest), version=load.version)
-            if made.base:
-                self._read_copy(self._base, made.base)
-            self._weights.held = made
-            return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
+            self._used, self._received_s = [], time.monotonic()
+            try:
+                return self._read(load)
+            finally:
+                self._drop_deltas({each.file.digest for each in load.files})
 
     def reroute(self, routed: m.Routed) -> None:
         """Other sources of a file. Any thread may call it."""
@@ -131,6 +122,18 @@ class Puller:
         if self._weights.held is not None and not self._weights.held.base:
             raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
         return self._base.tensors()
+
+    def _read(self, load: m.Load) -> PulledFiles:
+        deltas, apply_s = [each.file for each in load.files if each.file.after], 0.0
+        if deltas and (self.held is None or self.held.digest != load.digest):
+            if deltas[0].before in self._routes:
+                self._read_copy(self._weights, deltas[0].before)
+            apply_s = self._update(deltas, load.digest)
+        made = msgspec.structs.replace(self._read_copy(self._weights, load.digest), version=load.version)
+        if made.base:
+            self._read_copy(self._base, made.base)
+        self._weights.held = made
+        return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
 
     def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
         if copy.held is None or copy.held.digest != file:
@@ -163,7 +166,6 @@ class Puller:
             if copy.verify(missing, pool):
                 copy.held = wanted
                 self.delta_used += 1
-        self._drop_deltas(len(blobs), wanted.nbytes // 4)
         return time.monotonic() - began_s
 
     def _read_delta(self, file: str) -> HeldFile:
@@ -177,26 +179,31 @@ class Puller:
             Download(sources, held.manifest, held.buffer.view, held.missing(), held.add).run(self.parallel)
         return held
 
-    def _drop_deltas(self, new: int, limit: int) -> None:
-        """Drop the oldest deltas, but none of the `new` ones, until all have at most `limit` bytes."""
-        while len(self._deltas) > new and sum(held.manifest.nbytes for held in self._deltas) > limit:
-            oldest = self._deltas.pop(0)
-            self.files.remove(oldest)
-            oldest.buffer.close()
+    def _drop_deltas(self, newest: Collection[str]) -> None:
+        """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy, and are
+        not more than a trainer has."""
+        excess = sum(held.manifest.nbytes for held in self._deltas) - len(self._weights.view) // 4
+        for held in [held for held in self._deltas if held.manifest.digest not in newest]:
+            if excess > 0 or len(self._deltas) > delta.MAX_DELTAS:
+                excess -= held.manifest.nbytes
+                self._deltas.remove(held)
+                self.files.remove(held)
+                held.buffer.close()
 
     @contextlib.contextmanager
     def _sources(self, file: str) -> Iterator[FileSources]:
         def open_source(ref: m.SourceRef, stopped: Callable[[], bool]) -> Source:
             return connect(ref, key=self.key, tls=self.ssl, timeout_s=self.timeout_s, stopped=stopped)
 
-        route = self._routes.get(file, NO_ROUTE)
         options = {"connect": open_source, "ask": self._ask, "stop": self._stop, "tries": self.tries}
         options |= {"on_bytes": self._count, "received_s": self._received_s}
-        sources = self._reading[file] = FileSources(file, route, **options)
+        sources = self._reading[file] = FileSources(file, NO_ROUTE, **options)
+        sources.reroute(self._routes.get(file, NO_ROUTE))  # not before: `reroute` of this class must find `sources`
         try:
             yield sources
         finally:
             del self._reading[file]
+            sources.close()
             self._received_s = sources.received_s
             self.retries += sources.retries
             self._used += sources.uses()
@@ -209,11 +216,10 @@ class Puller:
 class LocalCopy:
     """A reader's copy of some weights: one buffer, and which of its chunks are verified."""
 
-    def __init__(self, files: HeldFiles, need: Layout | None = None) -> None:
+    def __init__(self, files: HeldFiles) -> None:
         self.held: Manifest | None = None
-        """What the buffer holds, with every chunk verified that is needed."""
+        """What the buffer holds, with every chunk verified."""
         self._files = files
-        self._need = need
         self._buffer = Buffer(0)
         self._file: HeldFile | None = None
         self._seals: dict[tuple[int, int], bytes] = {}
@@ -232,13 +238,10 @@ class LocalCopy:
             self._file = None
         if self._buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
-        bounds = self._bounds = wanted.bounds()
-        ranges = None
-        if self._need is not None:
-            ranges = chunk_ranges(layout_ranges(wanted.entries, self._need), bounds)
-        self._file = self._file or HeldFile(wanted, self._buffer, ranges=ranges)
+        self._bounds = wanted.bounds()
+        self._file = self._file or HeldFile(wanted, self._buffer)
         known, self._seals = self._seals, {}
-        for i, chunk in enumerate(pairwise(bounds)):
+        for i, chunk in enumerate(pairwise(self._bounds)):
             if reuse and known.get(chunk) == wanted.seal(i):
                 self.add(i)
         self._files.add(self._file)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
-from windfall.weights.slices import normal, subtract
+from windfall.weights.ranges import normal, subtract
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""

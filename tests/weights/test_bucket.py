@@ -373,7 +373,8 @@ class BucketReader:
 
     def complaints(self) -> set[tuple[str, str]]:
         uses = [use for question in self.asked for use in question.used if use.why]
-        return {("bucket" if use.source == NO_WORKER + self.uploads.store.location else "trainer", use.why) for use in uses}
+        bucket = NO_WORKER + self.uploads.store.location
+        return {("bucket" if use.source == bucket else "trainer", use.why) for use in uses}
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_
 from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
 from windfall.weights import download, file_sources
 from windfall.weights import source as sources_module
+from windfall.weights.buffers import Buffer
 from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import FileSources, PullFailed
+from windfall.weights.held_files import HeldFile
 from windfall.weights.source import Source, SourceBroken, SourceGone, SourceStalled
 
 DATA = some_bytes(5 * CHUNK + 777)
@@ -38,8 +40,7 @@ class Read:
         self.made = manifest or manifest_of(DATA)
         self.asked: list[AskRoute] = []
         self.stop = threading.Event()
-        self.view = memoryview(bytearray(len(DATA)))
-        self.done: list[int] = []
+        self.held = HeldFile(self.made, Buffer(len(DATA)))
         self.received = 0
         self._answer = answer or self._next_shelf
         self._parallel = parallel
@@ -55,11 +56,14 @@ class Read:
 
     def run(self) -> Read:
         assert read_manifest(self.sources) == self.made
-        chunks = len(self.made.chunks) // 8
-        Download(self.sources, self.made, self.view, range(chunks), self.done.append).run(self._parallel)
-        assert bytes(self.view) == DATA
-        assert sorted(self.done) == list(range(chunks))
+        Download(self.sources, self.held).run(self._parallel)
+        assert bytes(self.held.buffer.view) == DATA
+        assert not self.held.missing()
         return self
+
+    @property
+    def done(self) -> list[int]:
+        return sorted(set(range(len(self.made.chunks) // 8)) - set(self.held.missing()))
 
     def why(self) -> list[tuple[str, str]]:
         return [(use.source, use.why) for ask in self.asked for use in ask.used if use.why]

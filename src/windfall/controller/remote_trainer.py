@@ -115,8 +115,7 @@ class RemoteTrainer:
     async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
         directory = self._routes.directory
-        keep = tuple(sorted(directory.needed()))
-        order = m.Publish(id=id, keep=keep, wrong=directory.wrong, pack=directory.pack())
+        order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:

@@ -444,7 +444,6 @@ class Publish(Message, frozen=True, tag=51):
 
     id: str
     keep: tuple[str, ...] = ()  # digests of files that workers may still read
-    wrong: tuple[str, ...] = ()  # digests of files that are damaged in the bucket
     pack: bool = False  # compress the delta: links are slower than packing and unpacking
 
 

@@ -60,7 +60,7 @@ class FileSources:
         file: str,
         route: ReadRoute,
         *,
-        connect: Callable[[SourceRef, Callable[[], bool]], Source],
+        connect: Callable[..., Source],
         ask: Ask | None,
         stop: threading.Event,
         tries: int,
@@ -125,7 +125,7 @@ class FileSources:
                 if source is not None:
                     source.close()
                     source = None
-                source = self._connect(ref, self.stopped)
+                source = self._connect(ref, stopped=self.stopped)
             use(source)
             return source
         except PullFailed:

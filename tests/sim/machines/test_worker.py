@@ -202,6 +202,26 @@ def test_trainer_machine_never_generates_while_it_trains() -> None:
     assert token_times[-1] == pytest.approx(1.101 + 3.0), "and generation continues from there"
 
 
+def test_a_trainer_uploads_damaged_files_again_and_goes_on() -> None:
+    controller: Any = FakeDispatch()
+
+    async def play(_: FakeDispatch, __: SimWorker, ___: VirtualLoop) -> None:
+        trainer = LinkedTrainer(
+            StepTime(fixed_s=1.0, each_s=1.0, update_s=3.0),
+            TokenSchedule(LogNormalLengths(median=1, sigma=0), granule=1, prompt_tokens=1, max_tokens=9),
+        )  # fmt: skip
+        trainer.attend = controller.attend
+        trainer.start()
+        await asyncio.sleep(1)
+        await controller.link.send(m.UploadAgain(files=("a", "b")))
+        await controller.link.send(m.Save(id="1"))
+        await asyncio.sleep(1)
+
+    simulate(play)
+    uploaded = [m.Uploaded(file=file, bytes=0, s=0.0) for file in ("a", "b")]
+    assert [message for _, message in controller.received] == [*uploaded, m.Saved(path="nowhere")]
+
+
 def test_tokens_of_a_killed_worker_have_been_sent() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, _: VirtualLoop) -> None:
         await dispatch.link.send(m.Assign(work=(work(1),)))

@@ -202,6 +202,55 @@ def test_a_chunk_of_two_sources_convicts_neither() -> None:
     assert read.why() == [("a", "unreachable")]
 
 
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over slow connections: spans may be shorter than a chunk."""
+    monkeypatch.setattr(download, "FIRST_SPAN_BYTES", CHUNK // 4)
+    monkeypatch.setattr(download, "LEAST_SPAN_BYTES", CHUNK // 4)
+    monkeypatch.setattr(download, "SPAN_S", 0.0)
+
+
+@pytest.mark.usefixtures("short_spans")
+def test_at_the_end_all_connections_read_parts_of_the_same_chunks() -> None:
+    a, slow = shelf("a"), threading.local()
+
+    def fault(stage: str, at: int) -> None:
+        if stage == "connect":
+            slow.here = threading.current_thread().name == "pull-1"
+        elif stage == "read" and slow.here:
+            time.sleep(0.3)  # for 10 kB
+
+    a.fault = fault
+    began_s = time.monotonic()
+    Read(a, parallel=4).run()
+    spans = [stop - start for start, stop in a.opened]
+    assert sum(spans) == a.read_bytes == len(DATA)  # no byte twice
+    assert max(spans) <= CHUNK // 2
+    assert time.monotonic() - began_s < 1.5  # the slow connection would need 2.1 s for a chunk
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_a_wrong_chunk_that_was_read_in_parts_is_read_again_as_a_whole(parallel: int) -> None:
+    a, b = shelf("a", "peer"), shelf("b", "peer")
+    a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
+    read = Read(a, b, parallel=parallel, answer=lambda question: None).run()
+    assert ("a", "wrong") in read.why()
+    assert (CHUNK, 2 * CHUNK) in a.opened
+    assert (CHUNK, 2 * CHUNK) in b.opened
+
+
+@pytest.mark.usefixtures("short_spans")
+def test_a_chunk_in_parts_is_trusted_only_if_all_of_its_sources_are() -> None:
+    unsealed = manifest_of(DATA, seals=bytes(32 * 6))
+    a, b = MemoryShelf("a", "trainer"), MemoryShelf("b", "peer")
+    for each in (a, b):
+        each.files[unsealed.digest] = unsealed, bytearray(DATA), set(range(6))
+    a.fault = broken_from("read", CHUNK + 20_000)
+    with pytest.raises(PullFailed, match=r"memory://b sent chunk 1 of .* damaged"):
+        Read(a, b, manifest=unsealed).run()
+
+
 def test_a_wrong_manifest_drops_the_source() -> None:
     a, b = shelf("a", "peer"), shelf("b")
     digest = manifest_of(DATA).digest

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.weight_shelves import load_of, route_to
+from windfall.link.messages import Routed, SourceRef
 from windfall.weights.pull import PullFailed
 
 HEAD = 400
@@ -213,3 +215,19 @@ def test_answer_of_another_server_fails_the_pull(
     with pytest.raises(PullFailed):
         s.pull(p, m, url=proxied(s, lambda number, sent, data: answer if not sent else None).url)
     assert p.held is None
+
+
+def test_a_route_that_comes_just_before_a_read_is_used(serving: Callable[..., Any]) -> None:
+    s, gone = serving(), SourceRef(id="gone", kind="peer", location="http://127.0.0.1:9")
+    made, p = s.publisher.publish(0, weights()), s.puller(tries=1)
+
+    class Late(dict[str, Any]):
+        """Another route comes when a read has its route, and before it is known as a read."""
+
+        def __setitem__(self, file: str, sources: Any) -> None:
+            p.reroute(Routed(file=file, route=route_to(s.ref)))
+            super().__setitem__(file, sources)
+
+    p._reading = Late()
+    p.pull(load_of(0, made.digest, [made], gone))
+    assert p.held

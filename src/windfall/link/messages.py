@@ -462,6 +462,7 @@ class Uploaded(Message, frozen=True, tag=57):
     file: str
     bytes: int
     s: float
+    ranges: Ranges = ()  # its part; empty: all of the file
     error: str = ""
 
 

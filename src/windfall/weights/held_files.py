@@ -128,16 +128,14 @@ class HeldFiles:
             self._files = {digest: f for digest, f in self._files.items() if f is not file}
         return file.withdraw(wait_s)
 
-    def describe(self, most_ranges: int | None = None) -> tuple[m.Holding, ...]:
-        """`most_ranges`: limits the ranges of each file that is not complete. The longest are reported."""
+    def describe(self, most_files: int | None = None, most_ranges: int | None = None) -> tuple[m.Holding, ...]:
+        """What is held; with limits, only the largest files, and of each only the longest ranges."""
         out = []
-        for file in self._files.values():
-            held = file.held
-            if held or not file.manifest.nbytes:
-                complete = covers(held, ((0, file.manifest.nbytes),)) or not file.manifest.nbytes
-                if most_ranges is not None and len(held) > most_ranges:
-                    held = tuple(sorted(sorted(held, key=lambda r: r[0] - r[1])[:most_ranges]))
-                out.append(m.Holding(file=file.manifest.ref, ranges=() if complete else held))
+        for file in sorted(self._files.values(), key=lambda file: -file.manifest.nbytes)[:most_files]:
+            held, whole = file.held, normal([(0, file.manifest.nbytes)])
+            longest = sorted(held, key=lambda piece: piece[0] - piece[1])[:most_ranges]
+            if held or not whole:
+                out.append(m.Holding(file=file.manifest.ref, ranges=() if held == whole else tuple(sorted(longest))))
         return tuple(out)
 
 

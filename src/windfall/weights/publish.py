@@ -48,7 +48,7 @@ from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine
-from windfall.weights.delta import MAX_RATIO, part
+from windfall.weights.delta import MAX_DELTAS, MAX_RATIO, part
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import Meeting, OneRank, PublishRanks
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 16
-MAX_DELTAS = 8
 MAX_DELTAS_RATIO = 0.5  # all deltas that are kept, as a share of the full copy; the newest is always kept
 
 

@@ -11,7 +11,7 @@ Rules:
   read, the rest comes from the full copy, whose sources the reader asks for;
 - the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
 - all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
-  changes, a file is withdrawn. Deltas stay readable: those of the last pull, and older ones of a quarter of the copy;
+  changes, a file is withdrawn. Deltas stay readable: those of the last load, and older ones of a quarter of the copy;
 - with `need`, only the chunks that a layout touches are read, and only they have memory.
 """
 
@@ -22,7 +22,7 @@ import mmap
 import ssl as tls
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,17 +103,11 @@ class Puller:
         with self._lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
-            self._used, apply_s, self._received_s = [], 0.0, time.monotonic()
-            deltas = [each.file for each in load.files if each.file.after]
-            if deltas and (self.held is None or self.held.digest != load.digest):
-                if deltas[0].before in self._routes:
-                    self._read_copy(self._weights, deltas[0].before)
-                apply_s = self._update(deltas, load.digest)
-            made = msgspec.structs.replace(self._read_copy(self._weights, load.digest), version=load.version)
-            if made.base:
-                self._read_copy(self._base, made.base)
-            self._weights.held = made
-            return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
+            self._used, self._received_s = [], time.monotonic()
+            try:
+                return self._read(load)
+            finally:
+                self._drop_deltas({each.file.digest for each in load.files})
 
     def reroute(self, routed: m.Routed) -> None:
         """Other sources of a file. Any thread may call it."""
@@ -131,6 +125,18 @@ class Puller:
         if self._weights.held is not None and not self._weights.held.base:
             raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
         return self._base.tensors()
+
+    def _read(self, load: m.Load) -> PulledFiles:
+        deltas, apply_s = [each.file for each in load.files if each.file.after], 0.0
+        if deltas and (self.held is None or self.held.digest != load.digest):
+            if deltas[0].before in self._routes:
+                self._read_copy(self._weights, deltas[0].before)
+            apply_s = self._update(deltas, load.digest)
+        made = msgspec.structs.replace(self._read_copy(self._weights, load.digest), version=load.version)
+        if made.base:
+            self._read_copy(self._base, made.base)
+        self._weights.held = made
+        return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
 
     def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
         if copy.held is None or copy.held.digest != file:
@@ -163,7 +169,6 @@ class Puller:
             if copy.verify(missing, pool):
                 copy.held = wanted
                 self.delta_used += 1
-        self._drop_deltas(len(blobs), wanted.nbytes // 4)
         return time.monotonic() - began_s
 
     def _read_delta(self, file: str) -> HeldFile:
@@ -177,22 +182,26 @@ class Puller:
             Download(sources, held.manifest, held.buffer.view, held.missing(), held.add).run(self.parallel)
         return held
 
-    def _drop_deltas(self, new: int, limit: int) -> None:
-        """Drop the oldest deltas, but none of the `new` ones, until all have at most `limit` bytes."""
-        while len(self._deltas) > new and sum(held.manifest.nbytes for held in self._deltas) > limit:
-            oldest = self._deltas.pop(0)
-            self.files.remove(oldest)
-            oldest.buffer.close()
+    def _drop_deltas(self, newest: Collection[str]) -> None:
+        """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy, and are
+        not more than a trainer has."""
+        excess = sum(held.manifest.nbytes for held in self._deltas) - len(self._weights.view) // 4
+        for held in [held for held in self._deltas if held.manifest.digest not in newest]:
+            if excess > 0 or len(self._deltas) > delta.MAX_DELTAS:
+                excess -= held.manifest.nbytes
+                self._deltas.remove(held)
+                self.files.remove(held)
+                held.buffer.close()
 
     @contextlib.contextmanager
     def _sources(self, file: str) -> Iterator[FileSources]:
         def open_source(ref: m.SourceRef, stopped: Callable[[], bool]) -> Source:
             return connect(ref, key=self.key, tls=self.ssl, timeout_s=self.timeout_s, stopped=stopped)
 
-        route = self._routes.get(file, NO_ROUTE)
         options = {"connect": open_source, "ask": self._ask, "stop": self._stop, "tries": self.tries}
         options |= {"on_bytes": self._count, "received_s": self._received_s}
-        sources = self._reading[file] = FileSources(file, route, **options)
+        sources = self._reading[file] = FileSources(file, NO_ROUTE, **options)
+        sources.reroute(self._routes.get(file, NO_ROUTE))  # not before: `reroute` of this class must find `sources`
         try:
             yield sources
         finally:

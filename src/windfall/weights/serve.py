@@ -88,11 +88,14 @@ def serve_in_thread(files: HeldFiles, **options: Any) -> RunningServer:
 class RunningServer:
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.port = server.port
-        self._server, self._loop = server, loop
+        self._server: Server | None = server
+        self._loop = loop
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.close(), self._loop).result(START_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        server, self._server = self._server, None
+        if server is not None:
+            asyncio.run_coroutine_threadsafe(server.close(), self._loop).result(START_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class Server:

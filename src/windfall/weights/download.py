@@ -2,12 +2,13 @@
 
 - A chunk counts only after its bytes in the buffer were verified: by its checksum if all of them came from trusted
   sources, otherwise by its seal. A damaged chunk is requested once more; a source that sends it wrong again is dropped.
+  If it came from several sources, it is not known whose bytes are wrong.
 - After a break a span of chunks goes on at the next byte, perhaps at another source (file_sources.py).
 - Connections are spread over the sources that still have missing chunks, and all read in the order of the file, so that
-  a reader that follows another finds its chunks. Every second their number doubles, while that makes the read faster:
-  one connection over a long way is slow.
-- Spans become shorter towards the end, over slow connections also shorter than a chunk: otherwise all would wait for
-  the slowest connection. Who reads the last bytes of a chunk verifies it.
+  a reader that follows another finds its chunks. One connection over a long way is slow: there are more, the longer it
+  takes to connect, and every second their number doubles, while that makes the read faster.
+- When all chunks are requested, a connection that has nothing to do takes over a part of what the slowest one has left:
+  otherwise all would wait for that. Who reads the last bytes of a chunk verifies it.
 - However the read ends, `done` was called for each chunk that is verified.
 """
 
@@ -18,17 +19,21 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from windfall.errors import WindfallError
 from windfall.link.messages import SourceRef
-from windfall.weights.file_sources import FileSources
+from windfall.weights.file_sources import POLL_S, FileSources
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.source import Source, SourceBroken, SourceWrong
 
 SPAN_BYTES = 64 << 20  # maximum of one request, so that a slow connection leaves work for the others
-SPAN_S = 0.25  # what a connection should read in at least so long is one request
-FIRST_SPAN_BYTES, LEAST_SPAN_BYTES = 1 << 20, 256 << 10  # minimum of one request, while no rate is known and then
+SLOW_READ_S, SLOW_READ_BYTES = 0.25, 64 << 10
+"""A connection reads for about this long at a time, and at least so much: the rest of its span can be taken over."""
+TAKE_OVER_S, TAKE_OVER_TRIPS = 0.5, 4
+"""A connection that needs longer than this (seconds), and than these round trips, for its span gives away a part."""
 MAX_CONNECTIONS = 64
+CONNECTING_S = 0.02  # one connection at the start for each such part of the time that connecting takes
 GROWTH = 1.2  # twice the connections must make a read this much faster
 SLOW_S, SLOW_SHARE = 5, 0.25
 """A read below this share of its best rate for this long (seconds) is reported."""
@@ -49,9 +54,24 @@ def read_manifest(sources: FileSources) -> Manifest:
     source = None
     while not found:
         source = sources.attempt(1, source, read)
-    if source is not None:
-        source.close()
+    sources.spare = source
     return found[0]
+
+
+@dataclass(slots=True)
+class Span:
+    """What a connection is reading."""
+
+    at: int
+    stop: int
+    reading: int
+    """The end of the part that is being read. What is behind it can be taken over."""
+    byte_s: float
+    """Seconds per byte; a mean in which the last read counts half. 0: not known."""
+
+    @property
+    def left_s(self) -> float:
+        return (self.stop - self.reading) * self.byte_s
 
 
 class Download:
@@ -70,27 +90,27 @@ class Download:
         self.view = view
         self._done = done
         self._bounds = manifest.bounds()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._missing = set(missing)
         self._grouped: object = None
         """The route by which the queues were made."""
         self._queues: dict[tuple[SourceRef, ...], deque[int]] = {(): deque(sorted(self._missing))}
-        """By sources: the chunks that are not all requested."""
-        self._requested: dict[int, int] = {}
-        """By chunk in a queue: where the part that is not requested begins, if not at its start."""
+        """By sources: the chunks that no connection has begun."""
+        self._spans: dict[int, Span] = {}
+        """By thread."""
         self._arrived: dict[int, tuple[int, dict[str, bool]]] = {}
         """By chunk that is not complete: bytes, and for each source of them whether it is trusted."""
         self._threads: list[threading.Thread] = []
         self._damaged: set[tuple[int, str]] = set()
-        self._received, self._reading_s = 0, 0.0
-        """Bytes, and how long connections have waited for them, in sum."""
+        self._received = 0
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
         """`parallel`: connections at the beginning; at least one for each group of sources."""
         with self._lock:
             self._group()
-        self._start(max(parallel, len(self._queues)))
+        far = min(MAX_CONNECTIONS, int(self.sources.connecting_s / CONNECTING_S))
+        self._start(max(parallel, far, len(self._queues)))
         best = rate = last = slow_s = 0
         while any(t.is_alive() for t in self._threads):
             before, ends_s = self._received, time.monotonic() + 1.0
@@ -107,8 +127,7 @@ class Download:
             raise self._error
 
     def _start(self, count: int) -> None:
-        useful = len(self._missing) * max(1, self.manifest.chunk_bytes // FIRST_SPAN_BYTES)
-        numbers = range(len(self._threads), len(self._threads) + min(count, useful))
+        numbers = range(len(self._threads), len(self._threads) + min(count, len(self._missing)))
         new = [threading.Thread(target=self._read_spans, args=(n,), name=f"pull-{n}", daemon=True) for n in numbers]
         self._threads += new
         for t in new:
@@ -116,43 +135,62 @@ class Download:
 
     def _read_spans(self, number: int) -> None:
         source, of = None, ()
+        if number == 0:
+            source, self.sources.spare = self.sources.spare, None
         try:
             while (found := self._next_span(number, of)) is not None:
-                of, start, stop = found
-                source = self._read_span(start, stop, source)
+                of, span = found
+                source = self._read_span(span, source)
         except Exception as e:  # fault boundary: `run` raises it
             self._error = self._error or e
             self.sources.give_up()
         finally:
+            with self._lock:
+                self._spans.pop(number, None)
+                self._lock.notify_all()
             if source is not None:
                 source.close()
 
-    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], int, int] | None:
-        """Bytes `start` to `stop` of the same sources as before, if these have more, and otherwise of others."""
+    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], Span] | None:
+        """Of the same sources as before, if these have more, and otherwise of others."""
         with self._lock:
+            before = self._spans.pop(number, None)
+            self._lock.notify_all()
+            byte_s = before.byte_s if before is not None else 0.0
             self._group()
             if not self._queues.get(of):
                 self._queues = {key: queue for key, queue in self._queues.items() if queue}
                 if not self._queues:
-                    return None
+                    if (taken := self._take_over(byte_s)) is None:
+                        return None
+                    self._spans[number] = taken
+                    return of, taken
                 of = list(self._queues)[number % len(self._queues)]
-            queue, bounds = self._queues[of], self._bounds
-            left = len(queue) * self.manifest.chunk_bytes
-            longest = max(self._least_bytes(), min(SPAN_BYTES, left // (4 * len(self._threads))))
-            chunk = queue.popleft()
-            start, stop = self._requested.pop(chunk, bounds[chunk]), bounds[chunk + 1]
-            if stop - start > longest:
-                stop = self._requested[chunk] = start + longest
-                queue.appendleft(chunk)
-            while queue and bounds[queue[0]] == stop and bounds[queue[0] + 1] - start <= longest:
-                stop = bounds[queue.popleft() + 1]
-            return of, start, stop
+            queue = self._queues[of]
+            longest = max(1, min(SPAN_BYTES // self.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
+            first = stop = queue.popleft()
+            stop += 1
+            while queue and queue[0] == stop and stop - first < longest:
+                stop = queue.popleft() + 1
+            start = self._bounds[first]
+            self._spans[number] = Span(start, self._bounds[stop], start, byte_s)
+            return of, self._spans[number]
 
-    def _least_bytes(self) -> int:
-        if not self._reading_s:
-            return min(FIRST_SPAN_BYTES, self.manifest.chunk_bytes)
-        rate = self._received / self._reading_s  # of one connection
-        return min(max(LEAST_SPAN_BYTES, int(SPAN_S * rate)), self.manifest.chunk_bytes)
+    def _take_over(self, byte_s: float) -> Span | None:
+        """Wait until a connection is too slow, and take over so much that both end at the same time. None: all have
+        ended. `byte_s`: of the connection that asks."""
+        least_s = max(TAKE_OVER_S, TAKE_OVER_TRIPS * self.sources.connecting_s)
+        while self._spans and not self.sources.stopped():
+            slowest = max(self._spans.values(), key=lambda span: span.left_s)
+            left = slowest.stop - slowest.reading
+            if slowest.left_s > least_s and left > SLOW_READ_BYTES:
+                byte_s = byte_s or slowest.byte_s
+                middle = slowest.reading + 1 + int((left - 2) * byte_s / (slowest.byte_s + byte_s))
+                taken = Span(middle, slowest.stop, middle, byte_s)
+                slowest.stop = middle
+                return taken
+            self._lock.wait(POLL_S)
+        return None
 
     def _group(self) -> None:
         """Arrange the chunks anew if the route has changed."""
@@ -162,43 +200,50 @@ class Download:
             for i in left:
                 self._queues.setdefault(self.sources.of(self._bounds[i + 1]), deque()).append(i)
 
-    def _read_span(self, start: int, stop: int, source: Source | None) -> Source | None:
-        """Read these bytes. Returns the source for the next span."""
-        at, end = start, stop
+    def _read_span(self, span: Span, source: Source | None) -> Source | None:
+        """Returns the source for the next span."""
+        unread = False
 
         def read(source: Source) -> None:
-            nonlocal at, end
+            nonlocal unread
             began_s = time.monotonic()
-            promised = at + source.open(self.sources.file, at, end)
-            while at < promised:
-                chunk = self._chunk(at)
-                n = self._receive(chunk, source, self.view[at : min(self._bounds[chunk + 1], promised)])
-                at += n
-                if (senders := self._complete(chunk)) is not None:
-                    first, limit = self._bounds[chunk], self._bounds[chunk + 1]
-                    if not self.manifest.is_chunk(chunk, self.view[first:limit], trusted=all(senders.values())):
-                        at, end = first, max(end, limit)
-                        self._reject(chunk, source, alone=len(senders) == 1)
-                    self._finish(chunk)
-                    self.sources.verify(source.ref.id)
-                if at < end:
+            promised = span.at + source.open(self.sources.file, span.at, span.stop)
+            while not unread and span.at < min(span.stop, promised):
+                chunk = self._chunk(span.at)
+                n = self._receive(chunk, source, span, promised)
+                senders = self._complete(chunk)
+                if senders is not None and not self._verify(chunk, source, span, senders):
+                    unread = True
+                elif span.at < span.stop:
                     self.sources.check_pace(source.ref.id, n, began_s)
                 began_s = time.monotonic()
+            unread = unread or span.at < promised
 
-        while at < end:
-            source = self.sources.attempt(self._bounds[self._chunk(at) + 1], source, read)
+        while span.at < span.stop:
+            source = self.sources.attempt(self._bounds[self._chunk(span.at) + 1], source, read)
+            if unread and source is not None:  # it sends what it has promised, which is not needed
+                source.close()
+                source, unread = None, False
         return source
 
     def _chunk(self, at: int) -> int:
         return bisect_right(self._bounds, at) - 1
 
-    def _receive(self, chunk: int, source: Source, view: memoryview) -> int:
+    def _receive(self, chunk: int, source: Source, span: Span, promised: int) -> int:
+        """Read once. Returns the number of bytes."""
+        with self._lock:
+            most = max(SLOW_READ_BYTES, int(SLOW_READ_S / (span.byte_s or 1.0)))
+            span.reading = min(span.stop, promised, self._bounds[chunk + 1], span.at + most)
+            view = self.view[span.at : span.reading]
         began_s, id = time.monotonic(), source.ref.id
         n = source.read_into(view)
         self.sources.count(id, n)
         with self._lock:
             self._received += n
-            self._reading_s += time.monotonic() - began_s
+            last_s = (time.monotonic() - began_s) / n
+            span.byte_s = 0.5 * ((span.byte_s or last_s) + last_s)
+            span.at += n
+            span.reading = span.at
             arrived, senders = self._arrived.get(chunk, (0, {}))
             senders[id] = senders.get(id, True) and source.trusted
             self._arrived[chunk] = arrived + n, senders
@@ -211,6 +256,20 @@ class Download:
                 return None
             return self._arrived.pop(chunk)[1]
 
+    def _verify(self, chunk: int, source: Source, span: Span, senders: dict[str, bool]) -> bool:
+        """Whether the bytes of a chunk are right. Otherwise the span is extended: all of them are read again."""
+        start, stop = self._bounds[chunk], self._bounds[chunk + 1]
+        if self.manifest.is_chunk(chunk, self.view[start:stop], trusted=all(senders.values())):
+            self._finish(chunk)
+            self.sources.verify(source.ref.id)
+            return True
+        with self._lock:
+            span.at = span.reading = start
+            span.stop = max(span.stop, stop)
+        if len(senders) == 1:
+            self._reject(chunk, source)
+        return False
+
     def _finish(self, chunk: int) -> None:
         self._done(chunk)
         with self._lock:
@@ -220,11 +279,9 @@ class Download:
         with self._lock:
             return self._bounds[min(self._missing, default=len(self._bounds) - 1)]
 
-    def _reject(self, chunk: int, source: Source, *, alone: bool) -> None:
-        """`alone`: all bytes of the chunk came from this source."""
+    def _reject(self, chunk: int, source: Source) -> None:
         what = f"{source.ref.location} sent chunk {chunk} of {self.sources.file} damaged"
         if (chunk, source.ref.id) in self._damaged:
             raise SourceWrong(f"{what} twice")
-        if alone:
-            self._damaged.add((chunk, source.ref.id))
+        self._damaged.add((chunk, source.ref.id))
         raise SourceBroken(what)

@@ -206,6 +206,8 @@ class Puller:
             yield sources
         finally:
             del self._reading[file]
+            if sources.spare is not None:
+                sources.spare.close()
             self._received_s = sources.received_s
             self.retries += sources.retries
             self._used += sources.uses()

@@ -122,7 +122,7 @@ def test_stalled_connection_is_closed_and_retried(serving: Callable[..., Any], p
     free = threading.Event()
 
     def stall(number: int, sent: int, data: bytes) -> bytes:
-        if number == 1 and sent > 200_000:
+        if number == 0 and sent > 200_000:
             free.wait(60)
         return data
 
@@ -231,3 +231,12 @@ def test_a_route_that_comes_just_before_a_read_is_used(serving: Callable[..., An
     p._reading = Late()
     p.pull(load_of(0, made.digest, [made], gone))
     assert p.held
+
+
+def test_the_bytes_of_a_file_come_over_the_connection_of_its_manifest(
+    serving: Callable[..., Any], proxied: Callable[..., Any]
+) -> None:
+    s = serving()
+    proxy, p = proxied(s, lambda number, sent, data: data), s.puller(parallel=1)
+    s.pull(p, s.publisher.publish(0, weights()), url=proxy.url)
+    assert proxy.connections == 1

@@ -124,7 +124,7 @@ def load(version: int) -> m.Load:
 
 def route(name: str) -> m.ReadRoute:
     ref = m.SourceRef(id=name, kind="peer", location=f"http://{name}:1")
-    return m.ReadRoute(sources=(ref,), parts=(m.RoutePart(start=0, stop=9, sources=(0,)),))
+    return m.ReadRoute(sources=(ref,), parts=(m.RoutePart(start=0, stop=9, source=0),))
 
 
 def test_a_route_that_comes_before_the_pull_of_its_load_is_used() -> None:

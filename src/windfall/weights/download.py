@@ -9,7 +9,7 @@
   takes to connect, and every second their number doubles, while that makes the read faster.
 - When all chunks are requested, a connection that has nothing to do takes over a part of what the slowest one has left:
   otherwise all would wait for that. Who reads the last bytes of a chunk verifies it.
-- However the read ends, `done` was called for each chunk that is verified.
+- However the read ends, the file has each chunk that is verified.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from windfall.errors import WindfallError
 from windfall.link.messages import SourceRef
 from windfall.weights.file_sources import POLL_S, FileSources
+from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.source import Source, SourceBroken, SourceWrong
 
@@ -54,7 +54,7 @@ def read_manifest(sources: FileSources) -> Manifest:
     source = None
     while not found:
         source = sources.attempt(1, source, read)
-    sources.spare = source
+    sources.leave(source)
     return found[0]
 
 
@@ -75,27 +75,18 @@ class Span:
 
 
 class Download:
-    def __init__(
-        self,
-        sources: FileSources,
-        manifest: Manifest,
-        view: memoryview,
-        missing: Iterable[int],
-        done: Callable[[int], None],
-    ) -> None:
-        """Reads the `missing` chunks into `view`, which is as long as the file. Threads call `done` for each."""
+    def __init__(self, sources: FileSources, held: HeldFile) -> None:
+        """Reads what is missing of a file into its buffer."""
         self.sources = sources
+        self.held = held
         sources.verified = self._first_missing
-        self.manifest = manifest
-        self.view = view
-        self._done = done
-        self._bounds = manifest.bounds()
+        self._view = held.buffer.view
+        self._bounds = held.manifest.bounds()
         self._lock = threading.Condition()
-        self._missing = set(missing)
         self._grouped: object = None
         """The route by which the queues were made."""
-        self._queues: dict[tuple[SourceRef, ...], deque[int]] = {(): deque(sorted(self._missing))}
-        """By sources: the chunks that no connection has begun."""
+        self._queues: dict[SourceRef | None, deque[int]] = {None: deque(held.missing())}
+        """By source: the chunks that no connection has begun."""
         self._spans: dict[int, Span] = {}
         """By thread."""
         self._arrived: dict[int, tuple[int, dict[str, bool]]] = {}
@@ -106,7 +97,7 @@ class Download:
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
-        """`parallel`: connections at the beginning; at least one for each group of sources."""
+        """`parallel`: connections at the beginning; at least one for each source."""
         with self._lock:
             self._group()
         far = min(MAX_CONNECTIONS, int(self.sources.connecting_s / CONNECTING_S))
@@ -127,16 +118,14 @@ class Download:
             raise self._error
 
     def _start(self, count: int) -> None:
-        numbers = range(len(self._threads), len(self._threads) + min(count, len(self._missing)))
+        numbers = range(len(self._threads), len(self._threads) + min(count, len(self.held.missing())))
         new = [threading.Thread(target=self._read_spans, args=(n,), name=f"pull-{n}", daemon=True) for n in numbers]
         self._threads += new
         for t in new:
             t.start()
 
     def _read_spans(self, number: int) -> None:
-        source, of = None, ()
-        if number == 0:
-            source, self.sources.spare = self.sources.spare, None
+        source = of = None
         try:
             while (found := self._next_span(number, of)) is not None:
                 of, span = found
@@ -151,8 +140,8 @@ class Download:
             if source is not None:
                 source.close()
 
-    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], Span] | None:
-        """Of the same sources as before, if these have more, and otherwise of others."""
+    def _next_span(self, number: int, of: SourceRef | None) -> tuple[SourceRef | None, Span] | None:
+        """Of the same source as before, if it has more, and otherwise of another one."""
         with self._lock:
             before = self._spans.pop(number, None)
             self._lock.notify_all()
@@ -167,7 +156,7 @@ class Download:
                     return of, taken
                 of = list(self._queues)[number % len(self._queues)]
             queue = self._queues[of]
-            longest = max(1, min(SPAN_BYTES // self.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
+            longest = max(1, min(SPAN_BYTES // self.held.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
             first = stop = queue.popleft()
             stop += 1
             while queue and queue[0] == stop and stop - first < longest:
@@ -234,7 +223,7 @@ class Download:
         with self._lock:
             most = max(SLOW_READ_BYTES, int(SLOW_READ_S / (span.byte_s or 1.0)))
             span.reading = min(span.stop, promised, self._bounds[chunk + 1], span.at + most)
-            view = self.view[span.at : span.reading]
+            view = self._view[span.at : span.reading]
         began_s, id = time.monotonic(), source.ref.id
         n = source.read_into(view)
         self.sources.count(id, n)
@@ -259,8 +248,8 @@ class Download:
     def _verify(self, chunk: int, source: Source, span: Span, senders: dict[str, bool]) -> bool:
         """Whether the bytes of a chunk are right. Otherwise the span is extended: all of them are read again."""
         start, stop = self._bounds[chunk], self._bounds[chunk + 1]
-        if self.manifest.is_chunk(chunk, self.view[start:stop], trusted=all(senders.values())):
-            self._finish(chunk)
+        if self.held.manifest.is_chunk(chunk, self._view[start:stop], trusted=all(senders.values())):
+            self.held.add(chunk)
             self.sources.verify(source.ref.id)
             return True
         with self._lock:
@@ -270,14 +259,8 @@ class Download:
             self._reject(chunk, source)
         return False
 
-    def _finish(self, chunk: int) -> None:
-        self._done(chunk)
-        with self._lock:
-            self._missing.discard(chunk)
-
     def _first_missing(self) -> int:
-        with self._lock:
-            return self._bounds[min(self._missing, default=len(self._bounds) - 1)]
+        return self._bounds[min(self.held.missing(), default=-1)]
 
     def _reject(self, chunk: int, source: Source) -> None:
         what = f"{source.ref.location} sent chunk {chunk} of {self.sources.file} damaged"

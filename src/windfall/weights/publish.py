@@ -109,9 +109,6 @@ class Publisher:
         self.dtype = dtype
         self.chunk_bytes = chunk_bytes
         self.ranks = ranks or OneRank()
-        self.address = ""
-        """Where this rank's weight server can be reached. The first rank of every machine but that of rank 0 must set
-        it before `publish`."""
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.base: Published | None = None  # of adapters
         self.files = HeldFiles()
@@ -222,9 +219,7 @@ class Publisher:
                 raise WindfallError("the weight publisher is closed", where=meeting.subject)
             number = check()
             rows, values = describe(tensors, self.dtype)
-            return number, RankOffer(
-                machine=self._machine, address=self.address, chunk_bytes=self.chunk_bytes, tensors=rows
-            )
+            return number, RankOffer(machine=self._machine, chunk_bytes=self.chunk_bytes, tensors=rows)
 
         said = meeting.step("describe their tensors", announce)
         for rank, (number, _) in enumerate(said):

@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from ssl import SSLContext
 from typing import Any
 
@@ -98,26 +99,19 @@ class RunningServer:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+@dataclass(eq=False)
 class Server:
-    port: int
-    runner: web.AppRunner
+    files: HeldFiles
+    key: str
+    tls: bool
+    limit: UploadLimit
+    write_timeout_s: float
+    listener: listener.Listener
+    port: int = 0
+    runner: web.AppRunner = field(init=False)
 
-    def __init__(
-        self,
-        files: HeldFiles,
-        key: str,
-        tls: bool,
-        limit: UploadLimit,
-        write_timeout_s: float,
-        limits: listener.Listener,
-    ) -> None:
-        self.files = files
-        self.key = f"Bearer {key}".encode()
-        self.tls = tls
-        self.limit = limit
-        self.write_timeout_s = write_timeout_s
+    def __post_init__(self) -> None:
         self.threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="weights")
-        self.listener = limits
 
     async def close(self) -> None:
         self.listener.close()
@@ -127,7 +121,7 @@ class Server:
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self.key):
+        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise web.HTTPUnauthorized(text="wrong key\n")
         self.listener.authenticated(request.transport)
         if request.can_read_body:

@@ -42,7 +42,7 @@ def directory(*workers: WeightHolder, peers: PeerUse = "all", bucket: str = "", 
 
 
 def firsts(route: ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id.removeprefix(NO_WORKER) for part in route.parts]
+    return [route.sources[part.source].id.removeprefix(NO_WORKER) for part in route.parts]
 
 
 def named(source: str) -> str:

@@ -64,7 +64,7 @@ def load(version: int) -> m.Load:
     digest = f"v{version}"
     route = m.ReadRoute(
         sources=(m.SourceRef(id="trainer", kind="trainer", location="trainer"),),
-        parts=(m.RoutePart(start=0, stop=50, sources=(0,)),),
+        parts=(m.RoutePart(start=0, stop=50, source=0),),
     )
     file = m.FileRef(digest=digest, nbytes=50)
     return m.Load(version=version, digest=digest, files=(m.FileRoute(file=file, route=route),))

@@ -42,7 +42,7 @@ from windfall.controller.directory.holders import (
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
-from windfall.weights.slices import covers, intersect, normal, subtract, union
+from windfall.weights.ranges import covers, intersect, normal, subtract, union
 
 VERIFY_BYTES_PER_S = 4e9
 """First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""
@@ -428,7 +428,7 @@ class Directory:
             m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine if me.shares_machine(h) else "")
             for h in (self._contacts.holders[id] for id in ids)
         )
-        parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
+        parts = (m.RoutePart(start=p.start, stop=p.stop, source=ids.index(p.source)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 
     def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:

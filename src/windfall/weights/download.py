@@ -106,12 +106,13 @@ class Download:
             self._group()
         far = min(MAX_CONNECTIONS, int(self.sources.connecting_s / CONNECTING_S))
         self._start(max(parallel, far, len(self._queues)))
-        rate = last = slow_s = 0
+        rate = last = slow_s = counted = 0
         while any(t.is_alive() for t in self._threads):
-            before, ends_s = self._received, time.monotonic() + 1.0
+            ends_s = time.monotonic() + 1.0
             for t in self._threads:  # every wait of a thread ends
                 t.join(max(0.0, ends_s - time.monotonic()))
-            last, rate = rate, self._received - before
+            received = self._received
+            last, rate, counted = rate, received - counted, received
             if rate > GROWTH * last and self._best == last:
                 self._start(min(len(self._threads), MAX_CONNECTIONS - len(self._threads)))
             self._best = max(self._best, rate)

@@ -7,8 +7,9 @@
 - Connections are spread over the sources that still have missing chunks, and all read in the order of the file, so that
   a reader that follows another finds its chunks. One connection over a long way is slow: there are more, the longer it
   takes to connect, and every second their number doubles, while that makes the read faster.
-- When all chunks are requested, a connection that has nothing to do takes over a part of what the slowest one has left:
-  otherwise all would wait for that. Who reads the last bytes of a chunk verifies it.
+- When all chunks are requested and those that still read leave the link idle, a connection that has nothing to do takes
+  over a part of what the slowest one has left: otherwise all would wait for that. What was on its way is lost, so a
+  busy link is left alone. Who reads the last bytes of a chunk verifies it.
 - However the read ends, the file has each chunk that is verified.
 """
 
@@ -32,6 +33,7 @@ SLOW_READ_S, SLOW_READ_BYTES = 0.25, 64 << 10
 """A connection reads for about this long at a time, and at least so much: the rest of its span can be taken over."""
 TAKE_OVER_S, TAKE_OVER_TRIPS = 0.5, 4
 """A connection that needs longer than this (seconds), and than these round trips, for its span gives away a part."""
+IDLE_SHARE = 0.6  # below this share of the best rate of the read, the link is idle
 MAX_CONNECTIONS = 64
 CONNECTING_S = 0.02  # one connection at the start for each such part of the time that connecting takes
 GROWTH = 1.2  # twice the connections must make a read this much faster
@@ -94,6 +96,8 @@ class Download:
         self._threads: list[threading.Thread] = []
         self._damaged: set[tuple[int, str]] = set()
         self._received = 0
+        self._best = 0
+        """Most bytes of a second."""
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
@@ -102,16 +106,17 @@ class Download:
             self._group()
         far = min(MAX_CONNECTIONS, int(self.sources.connecting_s / CONNECTING_S))
         self._start(max(parallel, far, len(self._queues)))
-        best = rate = last = slow_s = 0
+        rate = last = slow_s = counted = 0
         while any(t.is_alive() for t in self._threads):
-            before, ends_s = self._received, time.monotonic() + 1.0
+            ends_s = time.monotonic() + 1.0
             for t in self._threads:  # every wait of a thread ends
                 t.join(max(0.0, ends_s - time.monotonic()))
-            last, rate = rate, self._received - before
-            if rate > GROWTH * last and best == last:
+            received = self._received
+            last, rate, counted = rate, received - counted, received
+            if rate > GROWTH * last and self._best == last:
                 self._start(min(len(self._threads), MAX_CONNECTIONS - len(self._threads)))
-            best = max(best, rate)
-            slow_s = slow_s + 1 if rate < SLOW_SHARE * best else 0
+            self._best = max(self._best, rate)
+            slow_s = slow_s + 1 if rate < SLOW_SHARE * self._best else 0
             if slow_s == SLOW_S:
                 self.sources.report_slow()
         if self._error is not None:
@@ -172,7 +177,8 @@ class Download:
         while self._spans and not self.sources.stopped():
             slowest = max(self._spans.values(), key=lambda span: span.left_s)
             left = slowest.stop - slowest.reading
-            if slowest.left_s > least_s and left > SLOW_READ_BYTES:
+            rate = sum(1 / span.byte_s for span in self._spans.values() if span.byte_s)
+            if rate < IDLE_SHARE * self._best and slowest.left_s > least_s and left > SLOW_READ_BYTES:
                 byte_s = byte_s or slowest.byte_s
                 middle = slowest.reading + 1 + int((left - 2) * byte_s / (slowest.byte_s + byte_s))
                 taken = Span(middle, slowest.stop, middle, byte_s)

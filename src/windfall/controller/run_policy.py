@@ -174,9 +174,7 @@ class RunPolicy:
             self._offer(Offer(version=published.version, digest=published.digest))
 
     def _offer(self, offer: Offer) -> None:
-        if self.trainer.weights is not None:
-            self._life.dispatch.weights.publish(self.trainer.weights)
-        self._life.dispatch.set_offer(offer)
+        self._life.dispatch.set_offer(offer, self.trainer.weights)
         for policy in self._life.policies.values():  # copies
             policy._wake.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ from typing import Any
 import pytest
 
 from windfall import algorithms
-from windfall.controller.generation import Generation
+from windfall.controller.generation import Generation, PolicyGroups, make_admission
 from windfall.controller.loop import Loop
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.grading import EnvFailures, Grading
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import EvaluationTasks
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import RolloutSection
 from windfall.training import ENGINE_GAP, MIN_FRESH, CheckpointState, NewVersion, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
@@ -56,6 +59,7 @@ class World:
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.history: dict[str, object] = {}
+        self.policy_options = {"": RolloutSection()}
         self.sampled_tokens = self.restored_tokens = 0
         self.grading = Grading()
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
@@ -84,9 +88,10 @@ class World:
     def stream(self, *, on_group: Any, on_skipped: Any, **_: Any) -> ScriptedStream:
         return ScriptedStream(self, on_group, on_skipped)
 
-    async def groups(
-        self, tasks: range, *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
-    ) -> AsyncGenerator[Group]:
+    def sampling(self, policy: str) -> Sampling:
+        return Sampling()
+
+    async def groups(self, tasks: range, **_: Any) -> AsyncGenerator[Group]:
         self.done.append(("eval", len(tasks)))
         for index in tasks:
             if index == self.stop_at:
@@ -101,6 +106,8 @@ class World:
 
     def reset_counters(self) -> None:
         self.failures.reset()
+
+    def forget_history(self, needed: Any) -> None: ...
 
     def _live(self, request: str) -> None:
         if self.deaths and self.deaths[0] == request:
@@ -184,9 +191,14 @@ class World:
         self.kept = start or self.kept
 
         async def play() -> CheckpointState:
-            generation = Generation(recipe, algorithm, it, it, self.micro_tokens)
+            gate = TaskGate({"": make_admission(recipe)})
+            generation = Generation(it, gate, recipe.rollout.group_size)
+            groups = PolicyGroups("", recipe, algorithm, it, self.micro_tokens, generation)
             evaluation = Evaluation(recipe, it, events, self.held_out)
-            return await Loop(recipe, algorithm, it, generation, evaluation, it, events).run()
+            reached = await Loop(recipe, algorithm, it, groups, evaluation, it, events).run()
+            with suppress(Stopped):
+                await generation.stop()
+            return reached
 
         reached = asyncio.run(play())
         events.close()

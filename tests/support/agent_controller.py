@@ -110,7 +110,7 @@ class Scene:
         host = InProcess(self.env)
         text = Text(TOKENIZER)
         self.rollout = Rollout(dispatch, host, {"": text}, Recipe(rollout=options), seed=7, events=events)
-        self.rollout.load_history(past, lambda id: True)
+        self.rollout.history = past
         sampler = DispatchSampler(dispatch, model="tiny", stop={"": frozenset([EOS])})
         gateway = Gateway(sampler, {"": voice(self.context)})
         port = await gateway.listen("127.0.0.1", 0, "")

@@ -108,7 +108,7 @@ class ControllerProcess:
         self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
         for sink in sinks:
             events.attach(sink)
-        self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
+        self.journal = Journal(folder / "journal", settings_digest(recipe))
         self.observers = observers
         self.life = ControllerLife(
             recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]
@@ -168,16 +168,19 @@ class ControllerProcess:
                 reached = await self.life.steps(env, self._text, agents.counters)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
-    async def _prepare(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
+    async def _prepare(self, agents: AgentService, rollout: Rollout) -> None:
         for observer in self.observers:
             observer.attach(rollout)
         if agents.launcher is not None:
-            await agents.open(rollout, {"": tokenizer.load(self.folder / "tokenizer")}, {"": model_context})
+            await agents.open(rollout, {name: tokenizer.load(self._tokenizer(name)) for name in rollout.texts})
 
-    def _text(self) -> Text:
+    def _text(self, policy: str) -> Text:
         """The trainer wrote the tokenizer before it connected."""
-        folder = self.folder / "tokenizer"
-        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **self.recipe.chat.options())
+        folder, chat = self._tokenizer(policy), self.recipe.of(policy).chat
+        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **chat.options())
+
+    def _tokenizer(self, policy: str) -> Path:
+        return folders.policy_folder(self.folder, policy) / "tokenizer"
 
     def _on_write_failure(self, error: WindfallError) -> None:
         """A write to the journal or the event log failed. The writer may be a link or a callback, where an exception

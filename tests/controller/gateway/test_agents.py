@@ -227,12 +227,13 @@ def test_gateway_is_opened_once_and_closed_with_the_service(tmp_path: Path) -> N
         events, text = EventLog(tmp_path / "events.jsonl"), Text(TOKENIZER)
         host = InProcess(Numbered())
         rollout = Rollout(Dispatch(events=events), host, {"": text}, given, seed=1, events=events)
+        rollout.contexts[""] = 512
         async with agents.AgentService(given, tmp_path, events, host) as service:
-            await service.open(rollout, {"": TOKENIZER}, {"": 512})
+            await service.open(rollout, {"": TOKENIZER})
             assert service.runs is not None
             port = int(service.runs.url.split(":")[2].partition("/")[0])
             with pytest.raises(AssertionError, match="would leave the first one listening"):
-                await service.open(rollout, {"": TOKENIZER}, {"": 512})
+                await service.open(rollout, {"": TOKENIZER})
             socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))

@@ -176,7 +176,7 @@ class AgentStream(Stream):
             return
         self._tasks.pop(response.id, None)
         if error is not None:
-            self._rollout.failures.miss(response.id, error)
+            self._rollout.failures.miss(response.id, error, counted=self._counted)
         # Tokens of the journal have no worker.
         workers = [run for segment in response.segments for run in segment.workers]
         self._restored[response.id] = sum(count for worker, count in workers if not worker)
@@ -428,9 +428,9 @@ class AgentService:
         if self.launcher is not None:
             await self.launcher.__aexit__(*error)
 
-    async def open(self, rollout: Rollout, tokenizers: Mapping[str, Any], contexts: Mapping[str, int | None]) -> None:
-        """Start the gateway, and have the rollout's responses made by agents. Call this once. `tokenizers`, and
-        `contexts` of the models: by policy."""
+    async def open(self, rollout: Rollout, tokenizers: Mapping[str, Any]) -> None:
+        """Start the gateway, and have the rollout's responses made by agents. Call this once. `tokenizers`: by
+        policy."""
         if self.launcher is None:
             return
         assert self.runs is None, "a second gateway would leave the first one listening"
@@ -443,7 +443,7 @@ class AgentService:
         voices: dict[str, Voice] = {}
         for name, text in rollout.texts.items():
             own, tokenizer = recipe.of(name), tokenizers[name]
-            context = context_of(own, contexts[name])
+            context = context_of(own, rollout.contexts[name])
             voices[name] = Voice(tokenizer, chat(own, tokenizer, text.stop), text.stop, context)
         stop = {name: voice.stop for name, voice in voices.items()}
         sampler = DispatchSampler(rollout.dispatch, model=rollout.lead or recipe.run.name, stop=stop)

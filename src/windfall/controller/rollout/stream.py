@@ -163,14 +163,15 @@ class Rollout:
         self.grading.reset()
         self.failures.reset()
 
-    def load_history(self, history: History, needed: Callable[[str], bool]) -> None:
-        """Use the journal's history of the responses that are still needed."""
-        self.history = {id: past for id, past in history.items() if needed(id)}
+    def forget_history(self, needed: Callable[[int], bool]) -> None:
+        """Keep the journal's history of tasks that are still needed. Ids of an evaluation have a scope, and stay."""
+        self.history = {id: past for id, past in self.history.items() if ":" in id or needed(int(id.partition("/")[0]))}
 
-    def interrupt(self, error: BaseException | None = None) -> None:
-        """Raise the error in every stream at once. Without an error: raise Stopped, also in every later stream."""
+    def interrupt(self, error: BaseException | None = None, scope: str | None = None) -> None:
+        """Raise the error at once in every stream, or in those of this scope. Without an error: raise Stopped, also in
+        every later stream."""
         self.stopped |= error is None
-        for stream in self.streams:
+        for stream in [s for s in self.streams if scope in (None, s.scope)]:
             stream.inbox.put_nowait(error or Stopped())
 
     def stream(self, **options: Any) -> Stream:
@@ -228,7 +229,8 @@ class Stream:
         response that `expire` drops, with its task and its number of sampled tokens. `scope`: a prefix of the response
         ids that ends with a colon, needed if the same task is rolled out more than once in a run. `versions`: by
         policy, the version that all its tokens must come from; those of other policies come from any version in the
-        version window. `counted`: tokens and turns count in the totals of a step."""
+        version window. `counted`: tokens, turns and failures count in the totals of a step; those of an evaluation do
+        not."""
         self._rollout = rollout
         self._dispatch = rollout.dispatch
         self._size = size
@@ -236,7 +238,7 @@ class Stream:
         self._on_group = on_group
         self._on_skipped = on_skipped
         self._on_too_old = on_too_old
-        self._scope = scope
+        self.scope = scope
         self._versions = versions or {}
         self._counted = counted
         self._oldest: Mapping[str, int] = {}
@@ -309,7 +311,7 @@ class Stream:
             self._on_group(Group(index=group.index, task=group.task, responses=responses))
 
     def _forget(self, index: int) -> None:
-        self._dispatch.group_done(f"{self._scope}{index}", self._size)
+        self._dispatch.group_done(f"{self.scope}{index}", self._size)
 
     # Responses that became too old.
 
@@ -359,8 +361,8 @@ class Stream:
         for id, (_, group) in self._live.items():
             spoke = any(policy_of(s.role) == policy for r in group.responses.values() for s in r.segments)
             if spoke or group.dropped or self._has_begun(id, policy):
-                begun.add(f"{self._scope}{group.index}")
-        return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
+                begun.add(f"{self.scope}{group.index}")
+        return [index for index in (*self._drawing, *open_groups) if f"{self.scope}{index}" not in begun]
 
     def drop(self, ids: Sequence[str]) -> None:
         sampled = {id: self._sampled(id) for id in ids}
@@ -420,14 +422,14 @@ class Stream:
             task = drawn.result()
             prompt = self._prompt(task)
         except EnvFailed as e:
-            self._rollout.failures.skip(index, e)
+            self._rollout.failures.skip(index, e, counted=self._counted)
             self._on_skipped(index)
             return
         self._rollout.failures.usable()
         group = OpenGroup(index, task, self._size)
         for sibling in range(self._size):
-            self._open_response(f"{self._scope}{index}/{sibling}", group, prompt)
-        self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
+            self._open_response(f"{self.scope}{index}/{sibling}", group, prompt)
+        self._drop_too_old([id for n in range(self._size) if (id := f"{self.scope}{index}/{n}") in self._live])
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         """Restore the response from the journal, then continue from there."""
@@ -655,7 +657,7 @@ class Stream:
 
     def _missing(self, response: OpenResponse, e: EnvFailed) -> Response:
         """Finish a response without a reward."""
-        self._rollout.failures.miss(response.id, e)
+        self._rollout.failures.miss(response.id, e, counted=self._counted)
         return response.close(None)
 
     def _finish(self, response: Response) -> None:
@@ -666,7 +668,7 @@ class Stream:
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
             self._rollout.restored_tokens += restored
-            if not self._scope:
+            if not self.scope:
                 self._rollout.on_finished(group.task, response)
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
@@ -679,7 +681,9 @@ class Stream:
         for role in dict.fromkeys(segment.role for segment in response.segments):
             if role not in known and policy_of(role) in self._rollout.trained:
                 what = f"the role {role!r} spoke and has no reward; there are rewards for {', '.join(known)}"
-                self._rollout.failures.miss(response.id, EnvFailed(what, f"no reward for {role}"))
+                self._rollout.failures.miss(
+                    response.id, EnvFailed(what, f"no reward for {role}"), counted=self._counted
+                )
 
     def _complete(self, group: OpenGroup) -> None:
         if group.complete:

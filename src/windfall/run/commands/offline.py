@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     failures = asyncio.run(collect())
     if not results.rewards:
-        raise failures.no_rewards(f"{tasks} held-out tasks")
+        raise failures.no_rewards(f"{tasks} held-out tasks", Counter())
     for _, example in sorted(results.shown.items()):
         out.print(example)
     _print_rewards(out, recipe, results, described.description, responses=tasks * size)
@@ -135,7 +136,7 @@ async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator
         rollout.contexts[""] = context
         with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
             async with agents.AgentService(recipe, Path(folder), events, env) as service:
-                await service.open(rollout, {"": load.load_tokenizer(model_path)}, rollout.contexts)
+                await service.open(rollout, {"": load.load_tokenizer(model_path)})
                 async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
                     rollout.dispatch.set_offer(Offer(version=0, digest="as loaded"))
                     yield rollout

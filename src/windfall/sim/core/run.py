@@ -136,7 +136,7 @@ class Simulation:
             return {"real_tokens": self.token_schedule.real_tokens}
 
         try:
-            self._reached = await life.steps(InProcess(self.env), lambda: cast(Text, text), counters)
+            self._reached = await life.steps(InProcess(self.env), lambda policy: cast(Text, text), counters)
         except Stopped:  # stopped before the first step
             self._reached = life.state
 

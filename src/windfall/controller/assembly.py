@@ -35,7 +35,6 @@ from windfall.controller.ledger.journal_format import History, JournalContents, 
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
@@ -44,6 +43,7 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime
 from windfall.controller.scheduling.members import Patience
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
@@ -93,12 +93,13 @@ class ControllerLife:
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
-            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
+            versions=_versions(recipe), on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
-            order=recipe.rollout.order, step_groups=recipe.rollout.groups, directory=_directory(recipe),
+            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
+            directories={name: _directory(recipe) for name in recipe.names()},
         )  # fmt: skip
         self.trainer = RemoteTrainer(self.dispatch.weights)
-        self.dispatch.loading.served = lambda: self.trainer.hello is not None
+        self.dispatch.loading.served = lambda policy: self.trainer.hello is not None
         policy = rules.local_time() if t.trainer_generates else OnlyWithoutWorkers()
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
@@ -201,7 +202,7 @@ class ControllerLife:
             )
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
-        self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
+        self.dispatch.ledger.vocabularies[hello.policy] = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
         self._offer(Offer(version=hello.version, digest=hello.digest))
@@ -304,6 +305,11 @@ class ControllerLife:
     async def _interrupt_on_stop(self, rollout: Rollout) -> None:
         await self.stop.wait()
         rollout.interrupt()
+
+
+def _versions(recipe: Recipe) -> list[PolicyVersions]:
+    base = {name: base for base, names in recipe.bases().items() for name in names}
+    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
 
 
 def _directory(recipe: Recipe) -> Directory:

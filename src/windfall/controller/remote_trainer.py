@@ -28,12 +28,13 @@ FRAME_BYTES = 16 << 20
 
 
 class RemoteTrainer:
-    def __init__(self, routes: WeightRoutes | None = None) -> None:
-        """`routes`: is told what the trainer has uploaded, and says which files workers may still read."""
+    def __init__(self, routes: WeightRoutes | None = None, policy: str = "") -> None:
+        """`routes`: is told what the trainer has uploaded, and says which files workers may still read. `policy`: the
+        one that the trainer trains."""
         self.hello: m.TrainerHello | None = None
         self.weights: m.PublishedFiles | None = None
         """The newest files of the trainer that is connected, or was last."""
-        self._routes = routes
+        self._routes, self._policy = routes, policy
         self._link: Link | None = None
         self._current: Link | None = None
         """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
@@ -41,7 +42,7 @@ class RemoteTrainer:
         self._replies: asyncio.Queue[object] = asyncio.Queue()
         self._telling: set[asyncio.Task[None]] = set()
         if routes is not None:
-            routes.upload_again = self._upload_again
+            routes.upload_again[policy] = self._upload_again
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
@@ -51,15 +52,16 @@ class RemoteTrainer:
         self.weights = hello.weights
         replies = self._replies
         self._present.set()
-        if self._routes is not None and self._routes.directory.wrong:  # the trainer before may not have heard of them
-            self._upload_again(tuple(sorted(self._routes.directory.wrong)))
+        wrong = self._routes.directories[self._policy].wrong if self._routes is not None else ()
+        if wrong:  # the trainer before may not have heard of them
+            self._upload_again(tuple(sorted(wrong)))
         try:
             while True:
                 message = await link.receive()
                 if not isinstance(message, m.Uploaded):
                     replies.put_nowait(message)
                 elif self._routes is not None:
-                    self._routes.uploaded(message)
+                    self._routes.uploaded(message, self._policy)
         except LinkClosed as e:
             replies.put_nowait(e)
         finally:
@@ -117,7 +119,7 @@ class RemoteTrainer:
         """Publish the weights of the completed step as its version."""
         order = m.Publish(id=id)
         if self._routes is not None:
-            directory = self._routes.directory
+            directory = self._routes.directories[self._policy]
             keep, wrong = (tuple(sorted(files)) for files in (directory.needed(), directory.wrong))
             order = m.Publish(id=id, keep=keep, wrong=wrong, pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))

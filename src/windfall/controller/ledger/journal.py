@@ -78,8 +78,9 @@ class Journal:
                 if next_step <= records.oldest_file(step, self._staleness):
                     file_path(self.folder, file_step).unlink()
 
-    def write_assigned(self, handles: dict[int, str]) -> None:
-        self._write(records.Assigned(handles=handles))
+    def write_assigned(self, handles: dict[int, str], policies: dict[int, str] | None = None) -> None:
+        """Responses by handle, and their policies as far as these have names."""
+        self._write(records.Assigned(handles=handles, policies=policies or {}))
 
     def write_tokens(self, frame: Tokens, rows: list[int] | None = None) -> None:
         """Write an accepted frame; `rows`: only these rows of it were accepted."""

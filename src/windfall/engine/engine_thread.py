@@ -131,7 +131,12 @@ class EngineThread:
 
     @order
     def swap(
-        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+        self,
+        version: int,
+        weights: Mapping[str, Any] | None,
+        done: Callable[[BaseException | None], None],
+        *,
+        policy: str = "",
     ) -> None:
         try:
             self.engine.swap(version, weights)

@@ -157,7 +157,12 @@ class RolloutTenant(EngineThread):
 
     @order
     def swap(
-        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+        self,
+        version: int,
+        weights: Mapping[str, Any] | None,
+        done: Callable[[BaseException | None], None],
+        *,
+        policy: str = "",
     ) -> None:
         if weights is None:
             self._copied(version, done, None)

@@ -9,7 +9,8 @@ Rules:
 - chunks that the buffer already holds, verified, are not read: those of a failed pull, and unchanged ones;
 - deltas are read first, then applied together. The result is verified; if chunks are wrong, or a delta could not be
   read, the rest comes from the full copy, whose sources the reader asks for;
-- the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
+- the base of an adapter is kept in a buffer of its own, one for all adapters of this process (`beside`). Its digest is
+  part of the adapter's digest;
 - all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
   changes, a file is withdrawn. Deltas stay readable: those of the last pull, and older ones of a quarter of the copy;
 - with `need`, only the chunks that a layout touches are read, and only they have memory.
@@ -74,8 +75,11 @@ class Puller:
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
         need: Layout | None = None,
+        files: HeldFiles | None = None,
+        base: LocalCopy | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read. `need`: slices of the tensors, if not all are needed."""
+        """`parallel`: connections at the start of a read. `need`: slices of the tensors, if not all are needed. `files`
+        and `base`: those of another puller (`beside`)."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -84,9 +88,9 @@ class Puller:
         self.timeout_s = timeout_s
         self.tries = tries
         self.ssl = ssl
-        self.files = HeldFiles()
+        self.files = files or HeldFiles()
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files, need), LocalCopy(self.files)
+        self._weights, self._base = LocalCopy(self.files, need), base or LocalCopy(self.files)
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
@@ -96,6 +100,17 @@ class Puller:
     @property
     def held(self) -> Manifest | None:
         return self._weights.held
+
+    def beside(self) -> Puller:
+        """A puller of another policy in this process. Both have the same files and the same base, so they must not pull
+        at the same time."""
+        options = {"parallel": self.parallel, "timeout_s": self.timeout_s, "tries": self.tries, "ssl": self.ssl}
+        return Puller(key=self.key, files=self.files, base=self._base, **options)
+
+    def close(self) -> None:
+        """Free what is held, apart from the base."""
+        self._weights.close()
+        self._drop_deltas(0, -1)
 
     def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
         """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
@@ -222,6 +237,14 @@ class LocalCopy:
     @property
     def view(self) -> memoryview:
         return self._buffer.view
+
+    def close(self) -> None:
+        self.held = None
+        if self._file is not None:
+            self._files.remove(self._file, WITHDRAW_S)
+            self._file = None
+        self._buffer.close()
+        self._buffer, self._seals = Buffer(0), {}
 
     def begin(self, wanted: Manifest, *, reuse: bool = True) -> list[int]:
         """From now on, the buffer is for these weights. Returns the chunks that are missing: with `reuse`, not those

@@ -209,6 +209,12 @@ class TrainerWeights:
             raise ValueError(f"the trainer is not at version {load.version}")
         return PulledFiles(manifest=manifest)
 
+    def beside(self) -> TrainerWeights:
+        raise NotImplementedError("the trainer's own engine holds one policy")
+
+    def close(self) -> None:
+        """It holds nothing."""
+
     def reroute(self, routed: Routed) -> None:
         """It reads from no source."""
 

@@ -49,7 +49,7 @@ class Gated(Hashing):
         self._note(f"cancel {id}")
         super().cancel(id)
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self._note(f"swap {version}")
         if weights:
             raise WindfallError("version does not fit the model")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.engine.cuda import decoder
+from windfall.engine.cuda.adapters import ProjectionAdapters, RowGroups, rows_of_tile
 from windfall.engine.cuda.sampling import sample
 from windfall.engine.cuda.splits import min_split_tokens, splits_for
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, Texts
@@ -270,3 +271,31 @@ def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
         if found is not None:
             rank = found.agreed * (KNOWN + 1) + min(int(lengths[found.row]) - found.at, KNOWN)
             state.match[slot] = rank << 40 | int(family[found.row]) * size + found.at
+
+
+def group_rows(slots: Tensor, state: DeviceState, adapters: int, width: int = 1) -> RowGroups:
+    """The rows of a pass by adapter, `width` rows for each of these slots. Entries of unused tiles have no rows."""
+    numbers = state.adapter[slots.long()].repeat_interleave(width).tolist()
+    tile = rows_of_tile(len(numbers))
+    order, tiles = list[int](), [[0, 0, 0] for _ in range(len(numbers) // tile + adapters)]
+    for adapter in range(adapters):
+        own, entry = [n for n, number in enumerate(numbers) if number == adapter], len(order) // tile + adapter
+        for first in range(0, len(own), tile):
+            tiles[entry] = [adapter, len(order) + first, min(tile, len(own) - first)]
+            entry += 1
+        order += own
+    order += [0] * (len(numbers) - len(order))
+    both = [torch.tensor(values, dtype=torch.int32, device=slots.device) for values in (order, tiles)]
+    return RowGroups(order=both[0], tiles=both[1], tile=tile)
+
+
+def add_adapters(y: Tensor, x: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> None:
+    """Add to every row of `y` (rows, outputs) what its adapter makes of its row of `x` (rows, inputs)."""
+    parts = len(adapters.outputs)
+    for adapter, first, count in groups.tiles.tolist():
+        rows = groups.order[first : first + count].long()
+        h = (x[rows].float() @ adapters.a[adapter].float().T * adapters.scale[adapter]).to(x.dtype)
+        for part, out, b in zip(
+            h.chunk(parts, 1), y.split(adapters.outputs, 1), adapters.b[adapter].split(adapters.outputs), strict=True
+        ):
+            out[rows] = (out[rows].float() + part.float() @ b.float().T).to(y.dtype)

@@ -4,8 +4,9 @@
     python benchmarks/engine/adapters.py --vllm FOLDER          also vLLM's own adapters, as a windfall engine
     python benchmarks/engine/adapters.py --model tiny --device cpu        check that the benchmark itself works
 
-First the kernels are compared with plain torch on the shapes of the model (check), and timed in captured graphs beside
-the projection that they add to (kernels). Then requests of all policies in turn run through the engine's interface:
+First the kernels are compared with plain torch on the shapes of the model (check), and each projection with adapters is
+timed in captured graphs beside the same without (kernels). Then requests of all policies in turn run through the
+engine's interface:
 
 - decode: ms per step;  rollout: tokens/s, all requests at once, temperature 1, no stop tokens;
 - share: of the speed of the same engine with one merged model.
@@ -165,40 +166,48 @@ def kernels(case: Case) -> None:
     shapes["down"] = (wide, (hidden,))
     total = {"projections": 0.0, "adapters": 0.0}
     for name, (inputs, outputs) in shapes.items():
+        total_outputs, parts = sum(outputs), len(outputs)
         adapters = ProjectionAdapters(
-            a=torch.randn(case.adapters, len(outputs) * rank, inputs, **how) / inputs**0.5,
-            b=torch.randn(case.adapters, sum(outputs), rank, **how) / rank**0.5,
+            weight=torch.randn(total_outputs + case.adapters * parts * rank, inputs, **how) / inputs**0.5, bias=None,
+            b=torch.randn(case.adapters, total_outputs, rank, **how) / rank**0.5,
             scale=torch.rand(case.adapters, device="cuda") + 0.5, outputs=outputs,
         )  # fmt: skip
-        weight = torch.randn(sum(outputs), inputs, **how) / inputs**0.5
+        weight = adapters.weight[:total_outputs].clone()
         for rows in (16, 256, 2048):
             state = DeviceState.new(rows, 1, "cuda")
             slots = torch.arange(rows, dtype=torch.int32, device="cuda")
             numbers = torch.arange(rows, device="cuda") * 7 % (case.adapters + 1) - 1
             state.adapter[:rows] = numbers.int()
-            x, y = torch.randn(rows, inputs, **how), torch.randn(rows, sum(outputs), **how)
-            expected = y.float()
+            x = torch.randn(rows, inputs, **how)
+            y = F.linear(x, adapters.weight)
+            expected, hidden = y[:, :total_outputs].float(), y[:, total_outputs:].unflatten(1, (-1, parts, rank))
             for n in range(case.adapters):
                 own = numbers == n
-                h = ((x[own].float() @ adapters.a[n].float().T) * adapters.scale[n]).bfloat16().float()
-                parts = [h[:, p * rank : (p + 1) * rank] for p in range(len(outputs))]
-                b = adapters.b[n].float().split(outputs)
-                expected[own] += torch.cat([part @ m.T for part, m in zip(parts, b, strict=True)], 1)
+                h, b = (hidden[own, n].float() * adapters.scale[n]).bfloat16().float(), adapters.b[n].float()
+                added = [h[:, part] @ m.T for part, m in enumerate(b.split(outputs))]
+                expected[own] += torch.cat(added, 1)
+            if name == "gate_up":
+                gate, up = expected.bfloat16().chunk(2, 1)
+                expected = (F.silu(gate) * up).float()
             groups = ops.group_rows(slots, state, case.adapters)
-            ops.add_adapters(y, x, adapters, groups)
-            off = float((y.float() - expected).abs().max() / expected.abs().max())
+            add = ops.add_adapters_swiglu if name == "gate_up" else ops.add_adapters
+            off = float((add(y, adapters, groups).float() - expected).abs().max() / expected.abs().max())
             if not off < CLOSE:
                 raise RuntimeError(f"{name}, {rows} rows: the kernels differ from plain torch by {off:.3f}")
             if rows == 256:
-                plain_us = captured_us(lambda x=x, w=weight: F.linear(x, w))
-                own_us = captured_us(lambda y=y, x=x, a=adapters, g=groups: ops.add_adapters(y, x, a, g))
+                plain = (
+                    (lambda x=x, w=weight: ops.swiglu(F.linear(x, w)))
+                    if name == "gate_up"
+                    else (lambda x=x, w=weight: F.linear(x, w))
+                )
+                plain_us = captured_us(plain)
+                own_us = captured_us(lambda x=x, a=adapters, g=groups, add=add: add(F.linear(x, a.weight), a, g))
                 total["projections"] += plain_us
-                total["adapters"] += own_us
-                Figure(
-                    what="kernels", case=f"{name}, 256 rows", value=own_us, unit="us", share=own_us / plain_us
-                ).emit()
+                total["adapters"] += own_us - plain_us
+                share = own_us / plain_us
+                Figure(what="kernels", case=f"{name}, 256 rows", value=own_us, unit="us", share=share).emit()
     per_step = {what: us * c["num_hidden_layers"] / 1e3 for what, us in total.items()}
-    note = f"projections {per_step['projections']:.2f} ms, {8 * c['num_hidden_layers'] + 1} launches more"
+    note = f"projections {per_step['projections']:.2f} ms, {3 * c['num_hidden_layers'] + 1} launches more"
     Figure(what="kernels", case="all layers, 256 rows", value=per_step["adapters"], unit="ms", note=note).emit()
     print("check: the kernels agree with plain torch", flush=True)
 
@@ -264,7 +273,7 @@ def one(case: Case, env: dict[str, str], timeout_s: float) -> list[Figure]:
             print(f"  {line}", flush=True)
             continue
         found.append(f)
-        share = f" ({f.share:.2f} of the projection)" if f.share else ""
+        share = f" ({f.share:.2f} times as long as without adapters)" if f.share else ""
         engine = "vLLM" if case.vllm else "windfall"
         said = f"{f.value:,.2f} {f.unit}{share} {f.note}".rstrip()
         print(f"  {case.model:<6}{engine:<10}{case.name:<12}{f.what:<9}{f.case:<26}{said}", flush=True)

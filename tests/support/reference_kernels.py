@@ -275,27 +275,33 @@ def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
 
 def group_rows(slots: Tensor, state: DeviceState, adapters: int, width: int = 1) -> RowGroups:
     """The rows of a pass by adapter, `width` rows for each of these slots. Entries of unused tiles have no rows."""
-    numbers = state.adapter[slots.long()].repeat_interleave(width).tolist()
+    numbers = [adapters if n < 0 else n for n in state.adapter[slots.long()].repeat_interleave(width).tolist()]
     tile = rows_of_tile(len(numbers))
-    order, tiles = list[int](), [[0, 0, 0] for _ in range(len(numbers) // tile + adapters)]
-    for adapter in range(adapters):
+    order, tiles = list[int](), [[0, 0, 0] for _ in range(len(numbers) // tile + adapters + 1)]
+    for adapter in range(adapters + 1):
         own, entry = [n for n, number in enumerate(numbers) if number == adapter], len(order) // tile + adapter
         for first in range(0, len(own), tile):
             tiles[entry] = [adapter, len(order) + first, min(tile, len(own) - first)]
             entry += 1
         order += own
-    order += [0] * (len(numbers) - len(order))
     both = [torch.tensor(values, dtype=torch.int32, device=slots.device) for values in (order, tiles)]
     return RowGroups(order=both[0], tiles=both[1], tile=tile)
 
 
-def add_adapters(y: Tensor, x: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> None:
-    """Add to every row of `y` (rows, outputs) what its adapter makes of its row of `x` (rows, inputs)."""
-    parts = len(adapters.outputs)
-    for adapter, first, count in groups.tiles.tolist():
-        rows = groups.order[first : first + count].long()
-        h = (x[rows].float() @ adapters.a[adapter].float().T * adapters.scale[adapter]).to(x.dtype)
-        for part, out, b in zip(
-            h.chunk(parts, 1), y.split(adapters.outputs, 1), adapters.b[adapter].split(adapters.outputs), strict=True
-        ):
-            out[rows] = (out[rows].float() + part.float() @ b.float().T).to(y.dtype)
+def add_adapters(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    """The outputs of a projection (rows, outputs). `y`: the product with `adapters.weight`: the outputs of the weights,
+    and h (parts * rank) of every adapter."""
+    count, parts = len(adapters.b), len(adapters.outputs)
+    out, hidden = y[:, : sum(adapters.outputs)].clone(), y[:, sum(adapters.outputs) :].unflatten(1, (count, parts, -1))
+    for adapter, first, number in groups.tiles.tolist():
+        if adapter < count:
+            rows = groups.order[first : first + number].long()
+            h = (hidden[rows, adapter].float() * adapters.scale[adapter]).to(y.dtype).float()
+            b = adapters.b[adapter].float().split(adapters.outputs)
+            added = torch.cat([h[:, part] @ b[part].T for part in range(parts)], 1)
+            out[rows] = (out[rows].float() + added).to(y.dtype)
+    return out
+
+
+def add_adapters_swiglu(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    return swiglu(add_adapters(y, adapters, groups))

@@ -56,8 +56,8 @@ class EngineThread:
         self._running: dict[int, str] = {}
         """The policy of every response, by its handle."""
         self._paused = False
-        self._mixed = False
-        """`_mixed`: a swap has failed, and the weights may be a mix of two versions."""
+        self._mixed: set[str] = set()
+        """Policies whose last swap has failed: their weights may be a mix of two versions."""
         self._generated = 0
         self._steps = 0
         self._stepped_s = time.monotonic()
@@ -145,10 +145,10 @@ class EngineThread:
         except WindfallError as e:  # the weights do not match this model
             done(e)
         except RuntimeError as e:  # for example, out of memory in the middle of the copy
-            self._mixed = True
+            self._mixed.add(policy)
             done(e)
         else:
-            self._mixed = False
+            self._mixed.discard(policy)
             done(None)
 
     @order
@@ -216,7 +216,7 @@ class EngineThread:
             self._on_failure()
 
     def _idle(self) -> bool:
-        return self._paused or self._mixed or len(self.engine) == 0
+        return self._paused or bool(self._mixed) or len(self.engine) == 0
 
     def _step(self) -> None:
         self._stepped(self.engine.step())

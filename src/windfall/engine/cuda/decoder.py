@@ -58,7 +58,7 @@ def unsupported_reason(model: Any) -> str | None:
 
 
 class Projection(NamedTuple):
-    """Linear layers that read the same input, joined."""
+    """Linear layers that read the same input, joined. With adapters, weight and bias are those of the adapters."""
 
     weight: Tensor
     bias: Tensor | None
@@ -172,9 +172,7 @@ class Decoder:
 
     def _project(self, x: Tensor, w: Projection, groups: RowGroups | None) -> Tensor:
         y = F.linear(x, w.weight, w.bias)
-        if groups is not None:
-            self.ops.add_adapters(y, x, w.adapters, groups)
-        return y
+        return y if groups is None else self.ops.add_adapters(y, w.adapters, groups)
 
     def _attended(
         self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], groups: RowGroups | None
@@ -192,7 +190,12 @@ class Decoder:
         """The rest of a layer after its attention."""
         out = self._project(x, w.out, groups)
         normed, residual = self.ops.add_rms_norm(out, residual, w.mlp_norm, self.eps)
-        return self._project(self.ops.swiglu(self._project(normed, w.gate_up, groups)), w.down, groups), residual
+        gate_up = F.linear(normed, w.gate_up.weight, w.gate_up.bias)
+        if groups is None:
+            x = self.ops.swiglu(gate_up)
+        else:
+            x = self.ops.add_adapters_swiglu(gate_up, w.gate_up.adapters, groups)
+        return self._project(x, w.down, groups), residual
 
     def logits(self, attended: Tensor, residual: Tensor, groups: RowGroups | None = None) -> Tensor:
         """Logits of some rows, from the output of the last layer's attention and the residual. `groups`: of these
@@ -222,6 +225,8 @@ def _layer(block: Any, config: Any, adapters: Mapping[str, ProjectionAdapters]) 
 
 def _join(adapters: ProjectionAdapters | None, *linears: nn.Linear) -> Projection:
     """The joined weight and the joined bias of linear layers that read the same input."""
+    if adapters is not None:
+        return Projection(adapters.weight, adapters.bias, adapters)
     weight = join([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
-    return Projection(weight, bias, adapters)
+    return Projection(weight, bias)

@@ -201,8 +201,8 @@ class GraphEngine(PagedEngine):
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
         super().swap(version, weights, policy=policy)
         if self._device.decoder.stale():
-            before = self._device.decoder
-            self._device.set_decoder(Decoder.of(self.model, before.ops, before.adapters))
+            assert not self.capabilities.adapters, "the weights of an engine with adapters have moved"
+            self._device.set_decoder(Decoder.of(self.model, self._device.decoder.ops))
 
     def _free_memory(self) -> None:
         self._device.pool.free()

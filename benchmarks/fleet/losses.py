@@ -92,7 +92,7 @@ class Pretender(Engine):
     def cancel(self, id: str) -> None:
         self._running.pop(id, None)
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self.version = version
 
     def __len__(self) -> int:

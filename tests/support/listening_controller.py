@@ -50,7 +50,7 @@ class Slow(Hashing):
             raise RuntimeError("device lost")
         return super().step()
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         super().swap(version, weights)
         self.weights = self.weights if weights is None else weights.get("w")
 

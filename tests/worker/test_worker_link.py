@@ -37,7 +37,7 @@ class Small(Hashing):
             raise WindfallError("does not fit")
         super().add(request)
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         self.swaps.append((version, weights))
         if weights == {"bad": 1}:
             raise WindfallError("it does not fit the model")
@@ -371,7 +371,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
     class Hangs(Small):
         free = threading.Event()
 
-        def swap(self, version: int, weights: Any = None) -> None:
+        def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
             assert self.free.wait(WAIT_S)
 
     async def main() -> None:

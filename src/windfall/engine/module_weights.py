@@ -1,10 +1,13 @@
-"""The weights of a module: copied into it, joined so that one matrix product computes several layers, and freed."""
+"""The weights of a module: copied into it, shared with another one, joined so that one matrix product computes several
+layers, and freed."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,6 +45,12 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
             weights.copy_into(name, own[name])
         else:
             own[name].copy_(weights[name])
+
+
+def copy_tree(model: Any) -> Any:
+    """A tree of modules of its own that shares all parameters and buffers with the model: a layer that is replaced in
+    one of them stays in the other."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -221,11 +221,11 @@ class RolloutTenant(EngineThread):
         self._stepped_s = time.monotonic()  # the time of the swap is no sign of starvation
         if error is None:
             self.engine.swap(version)
-            self._mixed = False
+            self._mixed.clear()
             self._host.begin_step()
             self._report(time.monotonic(), at_once=True)
         elif not isinstance(error, WindfallError):  # else nothing has changed
-            self._mixed = True
+            self._mixed.add("")
         done(error)
 
     # The methods below run in the host's thread.
@@ -404,7 +404,8 @@ class RolloutTenant(EngineThread):
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)
-        self._running.difference_update(given)
+        for handle in given:
+            del self._running[handle]
         if given:
             self._report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
             self._emit(Released(handles=given))

@@ -156,8 +156,8 @@ class TrainerEngine(Engine):
         finally:
             self._turn.release()
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        assert weights is None, "the engine uses the weights of the trainer"
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
+        assert weights is None and not policy, "the engine uses the weights of the trainer"
         self.waiting = True
         self._turn.acquire_for_engine()
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from windfall.controller.directory import updates
+from windfall.controller.directory.directory import Directory
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.errors import WindfallError
 from windfall.link import messages as m
@@ -28,7 +29,7 @@ FRAME_BYTES = 16 << 20
 
 
 class RemoteTrainer:
-    def __init__(self, routes: WeightRoutes | None = None, policy: str = "") -> None:
+    def __init__(self, routes: WeightRoutes, policy: str = "") -> None:
         """`routes`: is told what the trainer has uploaded, and says which files workers may still read. `policy`: the
         one that the trainer trains."""
         self.hello: m.TrainerHello | None = None
@@ -41,8 +42,11 @@ class RemoteTrainer:
         self._present = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
         self._telling: set[asyncio.Task[None]] = set()
-        if routes is not None:
-            routes.upload_again[policy] = self._upload_again
+        routes.upload_again[policy] = self._upload_again
+
+    @property
+    def _directory(self) -> Directory:
+        return self._routes.directories[self._policy]
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
@@ -52,16 +56,15 @@ class RemoteTrainer:
         self.weights = hello.weights
         replies = self._replies
         self._present.set()
-        wrong = self._routes.directories[self._policy].wrong if self._routes is not None else ()
-        if wrong:  # the trainer before may not have heard of them
-            self._upload_again(tuple(sorted(wrong)))
+        if wrong := self._directory.wrong:  # the trainer before may not have heard of them
+            self._upload_again(wrong)
         try:
             while True:
                 message = await link.receive()
-                if not isinstance(message, m.Uploaded):
-                    replies.put_nowait(message)
-                elif self._routes is not None:
+                if isinstance(message, m.Uploaded):
                     self._routes.uploaded(message, self._policy)
+                else:
+                    replies.put_nowait(message)
         except LinkClosed as e:
             replies.put_nowait(e)
         finally:
@@ -117,11 +120,8 @@ class RemoteTrainer:
 
     async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
-        order = m.Publish(id=id)
-        if self._routes is not None:
-            directory = self._routes.directories[self._policy]
-            keep, wrong = (tuple(sorted(files)) for files in (directory.needed(), directory.wrong))
-            order = m.Publish(id=id, keep=keep, wrong=wrong, pack=directory.pack())
+        directory = self._directory
+        order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:

@@ -107,6 +107,8 @@ class WorkerLink:
         self._loading: asyncio.Task[None] | None = None
         self._waiting: dict[str, m.Load] = {}
         """By policy: the load that comes next."""
+        self._routed: dict[tuple[str, str], m.ReadRoute] = {}
+        """By policy and file: routes that came after the last Load, perhaps before its pull."""
         self._current: m.Load | None = None
         """The load in progress."""
         self._policy = ""
@@ -192,6 +194,7 @@ class WorkerLink:
                 case m.SiblingTokens():
                     self.host.remember(message)
                 case m.Routed():
+                    self._routed[message.policy, message.file] = message.route
                     self._reroute(message)
                 case m.Release():
                     self.host.release(message.handles)
@@ -227,6 +230,7 @@ class WorkerLink:
         if load == self._waiting.get(load.policy, current):
             return
         self._waiting[load.policy] = load
+        self._routed = {key: route for key, route in self._routed.items() if key[0] != load.policy}
         if current is not None:
             self._give_up.set()
         if self._current is None:
@@ -245,6 +249,9 @@ class WorkerLink:
 
     async def _load(self, load: m.Load, give_up: threading.Event) -> None:
         started = time.monotonic()
+        routed = {file: route for (policy, file), route in self._routed.items() if policy == load.policy}
+        files = (m.FileRoute(file=f.file, route=routed.get(f.file.digest, f.route)) for f in load.files)
+        load = msgspec.structs.replace(load, files=tuple(files))
         try:
             self._load_phase = "pull"
             weights = await asyncio.to_thread(self._pull, load, give_up)

@@ -88,7 +88,7 @@ class Run:
         self.tasks: list[asyncio.Task[None]] = []
 
     def publish(self, policy: str, version: int) -> None:
-        self.dispatch.set_offer(Offer(version=version, digest=f"{policy}{version}"), policy)
+        self.dispatch.set_offer(Offer(version=version, digest=f"{policy}{version}"), policy=policy)
 
     def open(self, policy: str, *ids: str) -> None:
         owner = FunctionOwner(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))

@@ -219,8 +219,11 @@ class Dispatch:
         self.versions[versions.name] = versions
         self.weights.directories[versions.name] = directory or Directory(TrafficPrices())
 
-    def set_offer(self, offer: Offer, policy: str = "") -> None:
-        """The newest version of a policy, which workers load."""
+    def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None, *, policy: str = "") -> None:
+        """The newest version of a policy, which workers load. `files`: what its trainer has published, unless all
+        workers have its weights."""
+        if files is not None:
+            self.weights.publish(files, policy)
         versions = self.versions[policy]
         versions.advance(offer)
         self._cancel(self.ledger.set_window(policy, versions.window.oldest, versions.window.newest))

@@ -136,8 +136,8 @@ class Invariants:
         if life is not self._life:
             self._start_controller(life)
         ledger = life.dispatch.ledger
-        if self._reopened is None and life.loop is not None and life.loop.generation.running:
-            self._reopened = len(life.loop.generation.admission.open_tasks)
+        if self._reopened is None and life.generation is not None and life.generation.running and life.loop is not None:
+            self._reopened = len(life.loop.groups.admission.open_tasks)
         c = ledger.counts
         counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), len(ledger.queue))
         if counts != self._ledger_counts:
@@ -334,7 +334,7 @@ class Invariants:
         limit, loop = 0, self._simulation.life.loop
         if self._staleness is not None:
             assert loop is not None
-            a = loop.generation.admission
+            a = loop.groups.admission
             self._staleness.check_lost(a, event["step"] - 1)
             limit = max((a.staleness + 1) * a.batch, self._reopened or 0) * rollout.options.group_size
         if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task, limit):

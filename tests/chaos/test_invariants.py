@@ -248,7 +248,7 @@ def prefills_of_a_lost_worker_are_never_dropped(patch: Patch) -> None:
 
 @breaks("level", seed=25)
 def restored_responses_are_never_dropped(patch: Patch) -> None:
-    patch.setattr(Rollout, "load_history", lambda self, found, needed: setattr(self, "history", found))
+    patch.setattr(Rollout, "forget_history", lambda self, needed: None)
 
 
 @breaks("holder", "tokens", "progress", seed=2)

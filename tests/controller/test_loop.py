@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from windfall import algorithms
-from windfall.controller.generation import Generation
+from windfall.controller.generation import Generation, PolicyGroups, make_admission
 from windfall.controller.loop import Loop
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.grading import EnvFailures, Grading
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import EvaluationTasks
@@ -85,7 +87,14 @@ class World:
         return ScriptedStream(self, on_group, on_skipped)
 
     async def groups(
-        self, tasks: range, *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
+        self,
+        tasks: range,
+        *,
+        size: int,
+        sampling: Sampling,
+        scope: str = "",
+        version: int | None = None,
+        counted: bool = True,
     ) -> AsyncGenerator[Group]:
         self.done.append(("eval", len(tasks)))
         for index in tasks:
@@ -101,6 +110,8 @@ class World:
 
     def reset_counters(self) -> None:
         self.failures.reset()
+
+    def forget_history(self, needed: Any) -> None: ...
 
     def _live(self, request: str) -> None:
         if self.deaths and self.deaths[0] == request:
@@ -184,9 +195,14 @@ class World:
         self.kept = start or self.kept
 
         async def play() -> CheckpointState:
-            generation = Generation(recipe, algorithm, it, it, self.micro_tokens)
+            gate = TaskGate({"": make_admission(recipe)})
+            generation = Generation(it, gate, recipe.rollout.group_size)
+            groups = PolicyGroups("", recipe, algorithm, it, self.micro_tokens, generation)
             evaluation = Evaluation(recipe, it, events, self.held_out)
-            return await Loop(recipe, algorithm, it, generation, evaluation, it, events).run()
+            reached = await Loop(recipe, algorithm, it, groups, evaluation, it, events).run()
+            with suppress(Stopped):
+                await generation.stop()
+            return reached
 
         reached = asyncio.run(play())
         events.close()

@@ -88,7 +88,7 @@ def test_history_is_read_in_little_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         log.close()
-    assert history.evaluated == {50, 100, 150}
+    assert history.evaluated == {"": {50, 100, 150}}
     assert history.billed_s == pytest.approx(time.monotonic(), abs=60.0)
     assert peak < 500_000 < (tmp_path / "events.jsonl").stat().st_size / 4
 
@@ -242,17 +242,19 @@ def test_long_journal_is_read_without_blocking_the_loop(
         engine=SimpleNamespace(model_config="{}"),
     )  # fmt: skip
 
-    remembered: list[Any] = []
-
     async def main() -> None:
         it = ControllerProcess(Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), resumed=False)
-        it.life.rollout, it.trainer.hello = (
-            SimpleNamespace(load_history=lambda past, next_task: remembered.append(past)),
-            hello,
-        )  # pyright: ignore
+        rollout: Any = SimpleNamespace(history=None)
+        it.life.rollout, policy = rollout, it.life.lead
+        policy.trainer.hello = policy._hello = hello
         find, go_on = it.journal.read, threading.Event()
-        monkeypatch.setattr(it.journal, "read", lambda step: go_on.wait(30) and find(step))
-        connecting = asyncio.create_task(it.life.restore(admission()))
+        monkeypatch.setattr(it.journal, "read", lambda *at: go_on.wait(30) and find(*at))
+
+        async def restore() -> CheckpointState:
+            await it.life._reload()
+            return await policy.restore(admission())
+
+        connecting = asyncio.create_task(restore())
         for _ in range(6):
             await asyncio.sleep(0.01)
         assert not connecting.done()
@@ -266,7 +268,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
             assert it.dispatch.offer is None
         else:
             assert connecting.result() == CheckpointState(step=3, next_task=6)
-            assert remembered == [{}]
+            assert rollout.history == {}
         it.journal.close()
         it.events.close()
 
@@ -321,9 +323,10 @@ def test_steps_missing_from_the_log_are_reported_once(
 
     async def main() -> None:
         it = ControllerProcess(Recipe(), tmp_path, log, resumed=bool(logged))
-        it.life.rollout, it.trainer.hello = SimpleNamespace(load_history=lambda past, next_task: None), hello  # pyright: ignore
-        await it.life.restore(admission())
-        await it.life.restore(admission())
+        policy = it.life.lead
+        policy.trainer.hello = policy._hello = hello
+        await policy.restore(admission())
+        await policy.restore(admission())
         it.journal.close()
 
     asyncio.run(main())

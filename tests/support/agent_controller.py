@@ -111,7 +111,7 @@ class Scene:
         host = InProcess(self.env)
         text = Text(TOKENIZER)
         self.rollout = Rollout(dispatch, host, text, options, seed=7, events=events)
-        self.rollout.load_history(past, lambda id: True)
+        self.rollout.history = past
         sampler = DispatchSampler(dispatch, model="tiny", context=self.context, stop=frozenset([EOS]))
         gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, text.stop, template=TEMPLATE), text.stop)
         port = await gateway.listen("127.0.0.1", 0, "")

@@ -150,7 +150,7 @@ class RestartingSimulation(Simulation):
     def _start_controller(self) -> ControllerLife:
         recipe = self.scenario.recipe
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        journal = Journal(self.journal, settings_digest(recipe), staleness=recipe.rollout.staleness)
+        journal = Journal(self.journal, settings_digest(recipe))
         self.controller_starts += 1
         life = ControllerLife(
             recipe,
@@ -165,9 +165,9 @@ class RestartingSimulation(Simulation):
         return life
 
     @staticmethod
-    async def _find(journal: Journal, step: int) -> JournalContents:
+    async def _find(journal: Journal, number: int, lowest: int) -> JournalContents:
         await asyncio.sleep(0.0)  # a real controller reads in a thread, and messages may arrive meanwhile
-        return journal.read(step)
+        return journal.read(number, lowest)
 
     def stop(self) -> None:
         self._stopping = True

@@ -91,7 +91,7 @@ class Rig:
 @asynccontextmanager
 async def serving(engine: Adapters | None = None) -> AsyncIterator[Rig]:
     ours, theirs = pair("controller", "worker")
-    engine, pulls = engine or Adapters(), Pulls()
+    engine, pulls = Adapters() if engine is None else engine, Pulls()
     host = EngineThread(engine, 4)
     host.start()
     session = WorkerLink(theirs, host, pulls, heartbeat_s=0.01)
@@ -102,7 +102,7 @@ async def serving(engine: Adapters | None = None) -> AsyncIterator[Rig]:
         for hold in pulls.holds.values():
             hold.set()
         await ours.close("over")
-        await asyncio.wait([serve], timeout=WAIT_S)
+        await asyncio.gather(asyncio.wait_for(serve, WAIT_S), return_exceptions=True)
         host.cancel(range(100))
         await asyncio.to_thread(host.close, WAIT_S)
         assert host.failed is None

@@ -1,7 +1,7 @@
 """The objects of a controller, assembled from a recipe and the files of the run. It continues where the last one ended.
 
     attend, attend_trainer      one call per authenticated worker or trainer     until its link closes
-    steps                       the loop of loop.py                              until the run is finished or stopped
+    steps                       the loop of every policy (run_policy.py)         until the run is finished or stopped
     tick                        the timer of local_generation                    forever
 
 No sockets, processes or signals: those are in controller/process.py, and windfall.sim uses the same objects in
@@ -22,28 +22,31 @@ from typing import Any
 
 import msgspec
 
-from windfall import algorithms
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport, read_history
-from windfall.controller.generation import Generation
+from windfall.controller.generation import Generation, make_admission
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.journal_damage import JournalDamage, needed
-from windfall.controller.ledger.journal_format import History, JournalContents, oldest_versions
+from windfall.controller.ledger.journal_damage import JournalDamage
+from windfall.controller.ledger.journal_format import JournalContents, end_of, oldest_versions
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.evaluation import Evaluation
-from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
 from windfall.controller.rollout.stream import Rollout, Stopped
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.local_time import LocalTimePolicy, OnlyWithoutWorkers, PredictedLocalTime
+from windfall.controller.run_policy import RunPolicy
+from windfall.controller.scheduling.local_time import (
+    LocalTimePolicy,
+    OnlyWithoutWorkers,
+    PredictedLocalTime,
+    StepMeasurement,
+)
 from windfall.controller.scheduling.members import Patience
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
+from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.scheduling.versions import PolicyVersions
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
@@ -51,11 +54,9 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
 from windfall.recipe.sections import Recipe
-from windfall.training import CheckpointState, NewVersion, TrainerLost
+from windfall.training import CheckpointState
 from windfall.types import Lease
 
-TRAINER_START_S = 600.0
-"""Timeout for a trainer to connect, in seconds."""
 TICK_S = 0.1
 ACTIVITY_S = 10.0
 """Seconds between two events `activity`."""
@@ -75,20 +76,22 @@ class ControllerLife:
 
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, resumed: bool,
-        read_journal: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
+        read_journal: Callable[[Journal, int, int], Awaitable[JournalContents]] | None = None,
         observe: Sequence[Callable[[Event], None]] = (), rules: Rules | None = None,
     ) -> None:  # fmt: skip
         """`resumed`: the run was started before. `journal`: None if nothing must survive this controller.
-        `read_journal`: reads the journal from a step on; by default in a thread. `observe`: called with every event,
+        `read_journal`: calls Journal.read; by default in a thread. `observe`: called with every event,
         also with those that are in the log already."""
         f, t = recipe.fleet, recipe.techniques
+        self._bases = recipe.bases()
         rules = rules or Rules()
-        self.recipe, self.events, self.journal, self._resumed = recipe, events, journal, resumed
-        self._read_journal = read_journal or (lambda journal, step: asyncio.to_thread(journal.read, step))
+        self.recipe, self.events, self.journal, self.resumed = recipe, events, journal, resumed
+        self._read_journal = read_journal or (
+            lambda journal, number, lowest: asyncio.to_thread(journal.read, number, lowest)
+        )
         self._journal_damage = JournalDamage(events)
 
         history = read_history(events, [self._journal_damage.observe, *observe])
-        self._evaluated, self._last_logged = history.evaluated, history.step
         self._left_fp8 = history.left_fp8
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
@@ -98,15 +101,15 @@ class ControllerLife:
             order=recipe.rollout.order, step_groups=recipe.rollout.groups,
             directories={name: _directory(recipe) for name in recipe.names()},
         )  # fmt: skip
-        self.trainer = RemoteTrainer(self.dispatch.weights)
-        self.dispatch.loading.served = lambda policy: self.trainer.hello is not None
-        policy = rules.local_time() if t.trainer_generates else OnlyWithoutWorkers()
-        pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
-        self.local_generation = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
+        self.policies = {name: RunPolicy(name, recipe.of(name), self, local_time()) for name in recipe.names()}
+        self.lead = self.policies[recipe.names()[0]]
+        for name, policy in self.policies.items():
+            policy.evaluated, policy.last_logged = history.evaluated.get(name, set()), history.steps.get(name, 0)
+        self.dispatch.loading.served = lambda policy: self.policies[policy].trainer.hello is not None
         self.report = FleetReport(recipe, self.dispatch, events, rules.advisor)
         self.rollout: Rollout | None = None
-        self.loop: Loop | None = None
-        self.state = CheckpointState(step=0, next_task=0)
+        self.generation: Generation | None = None
         self.held_out: EvaluationTasks | None = None
         """The held-out tasks, if the environment can describe them."""
         self.stop = asyncio.Event()
@@ -117,6 +120,13 @@ class ControllerLife:
         """Called once with the rollout and the model's context, before anything is rolled out."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
+        self._billed: dict[Any, tuple[str, int]] = {}
+        """By trainer process: the id of its account, and its open links."""
+        self._trained: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._oldest: dict[str, dict[int, int]] = {}
+        """Of the journal, by policy: the tasks of each trained step, and the oldest version of each task."""
+        self._journal_end = 0
+        """The first task that the journal had no token of when it was last read."""
         self._count_agents: Callable[[], dict[str, Any]] = dict
         self._lent: dict[str, list[float]] = {}
         """What lenders lent when that was last logged."""
@@ -126,9 +136,10 @@ class ControllerLife:
     ) -> CheckpointState:
         """Run all remaining steps. `text` is called once a trainer has connected, because the trainer writes the
         tokenizer. `counters`: what happened to agents since its last call."""
-        hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
-        recipe = self.recipe
-        if not self._resumed:
+        for policy in self.policies.values():
+            await policy.connected()
+        recipe, hello = self.recipe, self.lead.hello
+        if not self.resumed:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         rollout = self.rollout = Rollout(
             self.dispatch, env, text(), recipe.rollout, seed=recipe.run.seed, events=self.events
@@ -138,15 +149,49 @@ class ControllerLife:
             await self.unless_stopped(self.on_rollout(rollout, context))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         self._count_agents = counters or dict
-        algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-        generation = Generation(recipe, algorithm, rollout, self.local_generation, hello.micro_tokens)
-        evaluation = Evaluation(recipe, rollout, self.events, self.held_out, evaluated=self._evaluated)
-        loop = self.loop = Loop(recipe, algorithm, self.trainer, generation, evaluation, self, self.events)
+        trained = {name: policy for name, policy in self.policies.items() if policy.trained}
+        gate = TaskGate({name: make_admission(policy.recipe) for name, policy in trained.items()})
+        generation = self.generation = Generation(rollout, gate, recipe.rollout.group_size)
+        generation.reload = self._reload
+        for policy in trained.values():
+            policy.assemble(generation)
         try:
-            return await loop.run()
+            return await self._run()
         finally:
             watch_stop.cancel()
+            with contextlib.suppress(Exception):  # fault boundary: the run is over, or ends with another error
+                await generation.stop()
             self.dispatch.weights.end_run()
+
+    async def _run(self) -> CheckpointState:
+        """Run all policies until those that are trained are done. Returns the state of the one that got least far."""
+        tasks = {asyncio.create_task(policy.run()): policy for policy in self.policies.values()}
+        training = [task for task, policy in tasks.items() if policy.trained]
+        try:
+            while running := {task for task in training if not task.done()}:
+                others = {task for task in tasks if task not in training}
+                done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            return min((task.result() for task in training), key=lambda state: state.step)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The lead's, for one policy.
+
+    @property
+    def trainer(self) -> RemoteTrainer:
+        return self.lead.trainer
+
+    @property
+    def loop(self) -> Loop | None:
+        return self.lead.loop
+
+    @property
+    def state(self) -> CheckpointState:
+        return self.lead.state
 
     async def log_activities(self) -> None:
         """Log what workers do, forever."""
@@ -165,96 +210,96 @@ class ControllerLife:
         if fields:
             self.events.instant("activity", **fields)
 
-    async def connected(self) -> None:
-        """Wait for a trainer."""
-        await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
+    # The journal, and what policies ask for.
 
-    async def restore(self, admission: Admission) -> CheckpointState:
-        """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
-        hello = self.trainer.hello
-        if hello is None:
-            raise TrainerLost("it disconnected")
-        open_tasks = set(hello.open_tasks)
-        self.state = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
-        if self._resumed:
-            self.events.instant("resumed", step=hello.step)
-        if hello.step > self._last_logged:
-            self.events.instant("log_gap", first=self._last_logged + 1, last=hello.step)
-        self._resumed, self._last_logged = True, math.inf
-        pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
-        ranks = {"rank_pids": pids} if pids else {}
-        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
-        assert self.rollout is not None, "restore() was called before steps()"
-        trained: dict[int, tuple[int, ...]] = {}
-        history: History = {}
-        if self.journal is not None:
-            self.journal.close()
-            # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
-            found = await self._read_journal(self.journal, hello.step)
-            if self.trainer.hello is not hello:
-                raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._journal_damage.report_journal(found, step=hello.step)
-            history, trained = self.journal.open(hello.step, found), found.trained
-            evaluated = self.loop.evaluation.evaluated if self.loop else self._evaluated
-            done = {f"eval-{step}" for step in evaluated if step <= hello.step}
-            self.rollout.load_history(
-                history, lambda id: needed(id, hello.next_task, open_tasks) and id.rpartition(":")[0] not in done
-            )
-            self.events.instant("journal", file=self.journal.file)
-        model = json.loads(hello.engine.model_config)
-        self.dispatch.ledger.vocabularies[hello.policy] = model.get("vocab_size", 1 << 32)
-        self.rollout.context = model.get("max_position_embeddings")
-        self.on_trainer(hello)
-        self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest), self.trainer.weights)
-        admission.restore(
-            version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained,
-            oldest=oldest_versions(history),
-        )  # fmt: skip
-        return self.state
+    async def _reload(self) -> None:
+        """Read the journal: each policy continues from its trainer's step. The stream stands still, but an evaluation
+        of another policy may write meanwhile."""
+        journal, rollout = self.journal, self.rollout
+        if journal is None or rollout is None:
+            return
+        trained = [policy for policy in self.policies.values() if policy.trained]
+        states = [policy.recovery_state for policy in trained]
+        number, lowest = sum(s.step for s in states), _lowest_task(states)
+        journal.flush()
+        # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
+        found = await self._read_journal(journal, number, lowest)
+        self._journal_damage.report_journal(found, step=self.lead.hello.step)
+        if not journal.is_open or found.damage is not None:
+            journal.open(number, found)
+        self._trained = {}
+        for (name, step), tasks in found.trained.items():
+            self._trained.setdefault(name, {})[step] = tasks
+        self._oldest, self._journal_end = oldest_versions(found.history), end_of(found.history)
+        rollout.history = {
+            id: past
+            for id, past in found.history.items()
+            if ":" not in id or any(policy.restores(id.rpartition(":")[0]) for policy in trained)
+        }
+        self.events.instant("journal", file=journal.file)
 
-    def before_update(self, step: int, tasks: Sequence[int]) -> None:
-        """With staleness 0, the tasks of a step follow from its number."""
-        if self.journal is not None and self.recipe.rollout.staleness:
-            self.journal.write_trained(step, tuple(tasks))
-            self.journal.flush()
+    def restored_of(self, policy: str) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+        """What the journal has of a policy: the tasks of each trained step, and the oldest version of each task."""
+        return self._trained.get(policy, {}), self._oldest.get(policy, {})
 
-    def offer(self, published: NewVersion) -> None:
-        if self.trainer.hello is not None:  # otherwise it was just lost, and the next trainer announces its version
-            self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
-            offer = Offer(version=published.version, digest=published.digest)
-            self.dispatch.set_offer(offer, self.trainer.weights)
+    def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
+        """The run continues with the trainer that is connected. `model`: the configuration of its model."""
+        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", 1 << 32)
+        if self.rollout is not None:
+            self.rollout.context = model.get("max_position_embeddings")
+        self.on_trainer(policy.hello)
 
-    def saved(self, state: CheckpointState) -> None:
-        if self.journal is not None and self._journal_damage.saved(state.step):
-            entries = self.dispatch.ledger.entries.values()
-            self.journal.rotate(state.step, {e.handle: e.episode.id for e in entries if e.state == "running"})
-            self.events.instant("journal", file=self.journal.file)
+    def rotate_journal(self, policy: RunPolicy) -> None:
+        """A checkpoint of the policy is on disk."""
+        journal, trained = self.journal, [p for p in self.policies.values() if p.trained]
+        if journal is None or self.generation is None or not self._journal_damage.saved(policy.state.step, policy.name):
+            return
+        entries = [e for e in self.dispatch.ledger.entries.values() if e.state == "running"]
+        saved = [p.on_disk for p in trained if p.on_disk is not None]
+        evaluating = any(stream.scope for stream in self.generation.rollout.streams)
+        known = len(saved) == len(trained) and not evaluating
+        journal.rotate(
+            sum((p.on_disk or p.state).step for p in trained),
+            {e.handle: e.episode.id for e in entries},
+            {e.handle: e.episode.policy for e in entries if e.episode.policy},
+            next_task=max(self.generation.gate.next_task, self._journal_end),
+            lowest=_lowest_task(saved) if known else 0,
+        )
+        self.events.instant("journal", file=journal.file)
 
     async def attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it closes."""
-        if self.rollout is not None:
-            # The run continues from this trainer's step, and the weights of the current step may no longer exist.
-            self.rollout.interrupt(TrainerLost("another trainer replaced it"))
-        with self._billed(hello):
-            await self.trainer.attend(link, hello)
+        with self._bill(hello):
+            await self.policies[hello.policy].attend(link, hello)
 
     @contextlib.contextmanager
-    def _billed(self, hello: m.TrainerHello) -> Iterator[None]:
-        """Bill a trainer without an engine of its own: it is not a worker, but its machine costs money, too."""
+    def _bill(self, hello: m.TrainerHello) -> Iterator[None]:
+        """Bill a trainer without an engine of its own: it is not a worker, but its machine costs money, too. A process
+        that trains several policies has a link for each, and one account."""
         if self.recipe.fleet.local:
             yield
             return
-        accounts, loop, id = self.dispatch.accounts, asyncio.get_running_loop(), f"trainer {next(self._trainers)}"
-        device = str(hello.facts.get("machine", ""))
-        lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
-        now = loop.time()
-        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True, name="trainer",
-                      started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
-        accounts.paused(now, id)
+        accounts, loop = self.dispatch.accounts, asyncio.get_running_loop()
+        base = next(base for base, names in self._bases.items() if hello.policy in names)
+        device, now = str(hello.facts.get("machine", "")), loop.time()
+        process = base, device, hello.facts.get("pid")
+        id, links = self._billed.get(process, ("", 0))
+        if not links:
+            id = f"trainer {next(self._trainers)}"
+            lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
+            accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True,
+                          name=f"trainer-{base}" if base else "trainer",
+                          started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
+            accounts.paused(now, id)
+        self._billed[process] = id, links + 1
         try:
             yield
         finally:
-            accounts.gone(loop.time(), id, heard_s=loop.time())
+            id, links = self._billed.pop(process)
+            if links > 1:
+                self._billed[process] = id, links - 1
+            else:
+                accounts.gone(loop.time(), id, heard_s=loop.time())
 
     def engine_spec(self, hello: m.TrainerHello) -> m.EngineSpec:
         """The engine that workers must build."""
@@ -271,20 +316,23 @@ class ControllerLife:
             how = "could not be compared, because some were not finite"
         why = f"in fp8, log-probs of engine and trainer {how}"
         self.events.instant("kv_dtype", step=step, kv_dtype="bf16", gap=gap, why=why)
-        if self.trainer.hello is not None:  # otherwise the next trainer's spec is changed
-            self.on_trainer(self.trainer.hello)
+        for policy in self.policies.values():
+            if policy.trainer.hello is not None:  # otherwise the next trainer's spec is changed
+                self.on_trainer(policy.trainer.hello)
         self.dispatch.rebuild_fp8_engines("the KV cache goes back from fp8 to bf16")
 
-    def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
+    def counters(self, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
+        """What happened to the fleet since the last step of any policy. `last`: the measurements of this step."""
         now_s = asyncio.get_running_loop().time()
-        return {**self.report.counters(self.local_generation.last, now_s, staleness), **self._count_agents()}
+        return {**self.report.counters(last, now_s, staleness), **self._count_agents()}
 
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.local_generation.tick()
-            if self.loop is not None:
-                self.loop.generation.tick(TICK_S)
+            for policy in self.policies.values():
+                policy.local_generation.tick()
+            if self.generation is not None:
+                self.generation.tick(TICK_S)
 
     async def unless_stopped(self, wait: Awaitable[Any]) -> Any:
         """The result of `wait`. Raises Stopped if the run is asked to stop first."""
@@ -306,6 +354,11 @@ class ControllerLife:
 def _versions(recipe: Recipe) -> list[PolicyVersions]:
     base = {name: base for base, names in recipe.bases().items() for name in names}
     return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
+
+
+def _lowest_task(states: Sequence[CheckpointState]) -> int:
+    """The first task that is needed to continue from these states."""
+    return min(min((*state.open_tasks, state.next_task)) for state in states)
 
 
 def _directory(recipe: Recipe) -> Directory:

@@ -1,9 +1,11 @@
 """Turns graded groups into training samples: one Sample for each segment of each response that has a reward, with the
-advantage of the response. Nearly every response has one segment; those of agents may have more."""
+advantage of the response among those of its task and role. Nearly every response has one segment; those of agents may
+have more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from windfall.algorithms.base import Algorithm, Outcome
 from windfall.training import Sample, samples_of
@@ -24,15 +26,33 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
     ]
 
 
+def informative(group: Group, algorithm: Algorithm, limit: int) -> bool:
+    """Whether anything can be learned from the responses of some role."""
+    return any(algorithm.informative(outcomes(role, limit)) for role in _roles(group))
+
+
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: int | None = None) -> list[list[Sample]]:
     """The samples of each group. Responses without a reward are left out, also from the advantages of their group. The
     lags are those at the trainer's `version`; None: all tokens count as fresh. Raises ValueError if one is newer."""
-    advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
+    roles = [_roles(group) for group in groups]
+    advantages = iter(algorithm.advantages([outcomes(role, limit) for row in roles for role in row]))
     return [
         [
             sample
-            for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
+            for role in row
+            for response, advantage in zip(
+                (r for r in role.responses if r.reward is not None), next(advantages), strict=True
+            )
             for sample in samples_of(response, advantage, limit, version)
         ]
-        for group, row in zip(groups, advantages, strict=True)
+        for row in roles
     ]
+
+
+def _roles(group: Group) -> list[Group]:
+    """The responses of each role. A policy may have several roles, such as both players of a game, and only responses
+    of the same role are compared."""
+    roles = dict.fromkeys(r.role for r in group.responses)
+    if len(roles) < 2:
+        return [group]
+    return [replace(group, responses=tuple(r for r in group.responses if r.role == role)) for role in roles]

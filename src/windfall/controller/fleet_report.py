@@ -39,10 +39,10 @@ class LogHistory:
 
     billed_s: float = -math.inf
     """Time up to which a bill has been written, on this process's monotonic clock."""
-    evaluated: set[int] = field(default_factory=set)
-    """Steps with a valid evaluation."""
-    step: int = 0
-    """The last step in the log."""
+    evaluated: dict[str, set[int]] = field(default_factory=dict)
+    """By policy: steps with a valid evaluation."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """By policy: its last step in the log."""
     left_fp8: bool = False
     """The run has gone back from a KV cache in fp8 to one in bf16."""
 
@@ -54,18 +54,18 @@ def read_history(events: EventLog, observe: Sequence[Callable[[Event], None]] = 
     for e in scan(events.path):
         for observer in observe:
             observer(e)
-        t = time.at(e["t"], e["m"])
+        t, policy = time.at(e["t"], e["m"]), e.get("policy", "")
         if e.get("bill"):
             billed_t = max(billed_t, t)
         if (e["kind"], e["name"]) == ("scalar", "eval"):
-            history.evaluated.add(e.get("step", 0))
+            history.evaluated.setdefault(policy, set()).add(e.get("step", 0))
         elif (e["kind"], e["name"]) == ("scalar", "step"):
-            history.step = e.get("step", 0)
+            history.steps[policy] = e.get("step", 0)
         elif e["name"] == "kv_dtype":
             history.left_fp8 = True
         elif e["name"] == "resumed":
-            history.evaluated = {step for step in history.evaluated if step <= e["step"]}
-            history.step = min(history.step, e["step"])
+            history.evaluated[policy] = {step for step in history.evaluated.get(policy, ()) if step <= e["step"]}
+            history.steps[policy] = min(history.steps.get(policy, 0), e["step"])
     for observer in observe:
         events.attach(observer)
     now_s = events.clock.monotonic()

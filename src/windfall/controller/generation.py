@@ -1,31 +1,40 @@
-"""Groups for the loop: admission decides which tasks are open, a stream samples and grades them (rollout/stream.py).
+"""Groups for the loops: a gate decides which tasks are open, one stream samples and grades them (rollout/stream.py).
 
-    admission ──tasks──▶ stream ──episodes──▶ dispatch ──work──▶ workers
-        ▲                  │ ▲                   │ ▲                │
-        │                  │ └─ turns, rewards ──┘ └────tokens──────┘
-        │                  └──groups──▶ admission ──oldest first, not too old──▶ fill ──▶ the batch of a step
-        └───────────────────── versions ◀── published
+    gate ──tasks──▶ stream ──episodes──▶ dispatch ──work──▶ workers
+      ▲               │ ▲                   │ ▲                │
+      │               │ └─ turns, rewards ──┘ └────tokens──────┘
+      │               └──groups──▶ gate ──its part──▶ PolicyGroups ──oldest first, not too old──▶ fill ──▶ the batch of
+      └───────────────── versions ◀── published                                                            a step
+
+A run has one Generation, and a PolicyGroups for each policy that is trained; most runs have one policy, "".
 
 With rollout.staleness = 0, the batch of a step is opened when the step begins, and generation stands still until the
 next one: synchronous training. Otherwise generation goes on while the trainer trains (scheduling/admission.py).
 
-An error of the stream is raised when the loop next looks for groups, so that a verb is never abandoned halfway.
+An error of the stream is raised when a loop next looks for groups, so that a verb is never abandoned halfway. If one
+trainer is lost, the others go on. Once it is replaced, the stream stops until its policy has been restored
+(`restoring`); then what was open is opened again, with the journal's tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from windfall.algorithms.base import Algorithm
-from windfall.controller.credit import outcomes
+from windfall.controller.credit import informative
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.step_batch import StepBatch
+from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
-from windfall.training import TrainerLost
-from windfall.types import Group
+from windfall.types import Group, Sampling
+
+NOT_ASKED_BATCHES = 3
+"""The run ends if nothing asked for a policy in this many of its batches of tasks."""
 
 
 class Pace(Protocol):
@@ -43,82 +52,75 @@ class Pace(Protocol):
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
 
-class Generation:
-    def __init__(self, recipe: Recipe, algorithm: Algorithm, rollout: Rollout, pace: Pace, micro_tokens: int) -> None:
-        """`micro_tokens`: number of tokens, prompts included, at which a micro-batch is full."""
-        options = recipe.rollout
-        self._options = options
+class PolicyGroups:
+    """The groups of one policy."""
+
+    def __init__(
+        self, name: str, recipe: Recipe, algorithm: Algorithm, pace: Pace, micro_tokens: int, generation: Generation
+    ) -> None:
+        """`recipe`: as the policy sees it. `micro_tokens`: number of tokens, prompts included, at which a micro-batch
+        is full."""
+        self._name = name
+        self._options = recipe.rollout
         self._algorithm = algorithm
         self._micro_tokens = micro_tokens
-        self.rollout = rollout
+        self._generation = generation
+        self.admission = generation.gate.admissions[name]
         self.pace = pace
-        self.asynchronous = options.staleness > 0
+        self.asynchronous = recipe.rollout.staleness > 0
         # Neither their credit nor their mini-batch depends on other groups.
         self.one_by_one = algorithm.scope == "group" and recipe.train.minibatches == 1
         """Groups are trained on one by one."""
         self.pipelined = self.one_by_one and recipe.techniques.pipelining
         """Groups are trained on while others are still being generated."""
-        # Deterministic runs train in order: how a gradient sum rounds must not depend on which worker was fastest.
-        self.admission = Admission(
-            batch=options.groups, steps=recipe.run.steps, staleness=options.staleness, max_draws=options.max_draws,
-            in_order=recipe.run.deterministic,
-        )  # fmt: skip
         self.changed = asyncio.Event()
-        """Set when a group has completed, or the stream has ended."""
+        """Set when a group has completed, or an error has occurred."""
+        self.in_step = self.restored = False
+        """A step has begun and is not published; the policy has been restored since the controller started."""
         self.held_s = 0.0
-        """Seconds since the counters were reset in which admission held generation back."""
-        self.counted_from_s = 0.0
-        """When the counters of an asynchronous run were reset (loop time, seconds)."""
-        self._stream: Stream | None = None
-        self._running: asyncio.Task[None] | None = None
+        """Seconds since the last step was logged in which admission held generation back."""
+        self._error: BaseException | None = None
         self._replaced: list[Group] = []
         """Replaced groups that no batch has counted yet."""
+        self._not_asked = 0
+        """Tasks in a row in which nothing asked for this policy."""
+        generation.groups[name] = self
 
     @property
-    def running(self) -> bool:
-        return self._stream is not None
+    def rollout(self) -> Rollout:
+        return self._generation.rollout
 
-    def start(self) -> None:
-        options = self._options
-        self._stream = self.rollout.stream(
-            size=options.group_size, sampling=options.sampling(), on_group=self._group_arrived,
-            on_skipped=self._task_skipped, on_too_old=self._too_old,
-        )  # fmt: skip
-        self._running = asyncio.create_task(self._stream.run(), name="generation")
-        self._running.add_done_callback(lambda _: self.changed.set())
-        self._replaced = []
-        self.reset_counters()  # what the journal has of open responses is counted as restored
-        if self.asynchronous:
-            self._stream.expire(self.admission.oldest_version)
-            self.admit()
+    def sampling(self) -> Sampling:
+        return self._options.sampling()
 
-    async def stop(self) -> None:
-        """Withdraw everything that is open. The tokens generated so far stay in the journal."""
-        running, self._running, self._stream = self._running, None, None
-        if running is not None:
-            running.cancel()
-            with suppress(asyncio.CancelledError, TrainerLost):
-                await running
+    @asynccontextmanager
+    async def restoring(self) -> AsyncIterator[None]:
+        """The stream stands still while the policy's admission is restored."""
+        async with self._generation.paused():
+            self._error, self._replaced, self.in_step = None, [], False
+            yield
+            self.restored = True
 
-    def admit(self) -> None:
-        """Open the tasks that may be opened now."""
-        while self._stream is not None and (tasks := self.admission.admit()):
-            self._stream.open(tasks)
+    def begin_step(self) -> None:
+        self.in_step = True
+        self._generation.admit()
+
+    def step_logged(self) -> None:
+        """Start counting anew. At once: generation may go on between two steps, with tokens of the next one."""
+        self._generation.reset_counters()
+        self.held_s = 0.0
 
     def published(self) -> None:
-        """The next version exists: what has become too old is dropped, and more tasks may be opened."""
-        self.admission.publish()
-        if self.asynchronous and self._stream is not None:
-            self._stream.expire(self.admission.oldest_version)
-            # The new version is offered already, so queued responses begin with it or with a newer one.
-            self.admission.not_begun(self._stream.not_begun())
-            self.admit()
+        """The next version exists."""
+        self.in_step = False
+        self._generation.published(self._name)
 
     def fill(self, batch: StepBatch) -> bool:
-        """Move the groups that are ready into the batch; True if it is complete. Raises the error of the stream."""
+        """Move the groups that are ready into the batch; True if it is complete. Raises the error of the stream, or of
+        `interrupt`."""
         self.changed.clear()
-        if self._running is not None and self._running.done():
-            self._running.result()
+        if self._error is not None:
+            raise self._error
         size = self._options.group_size
         while (group := self.admission.take()) is not None:
             batch.add(group, size, self._micro_tokens)
@@ -127,7 +129,7 @@ class Generation:
         for group in self._replaced:
             batch.note(group, size)
         self._replaced.clear()
-        self.admit()  # a group may have been too old
+        self._generation.admit()  # a group may have been too old
         if self.admission.complete:
             batch.completed(self.admission.ready, pipelined=self.pipelined)
         return self.admission.complete
@@ -148,52 +150,186 @@ class Generation:
         if training and may_train.is_set():  # otherwise the trainer has started to generate again
             batch.waited(now_s() - began, missing=missing, ready=ready, pipelined=self.pipelined)
 
-    def reset_counters(self) -> None:
-        self.rollout.reset_counters()
-        self.held_s = 0.0
-        self.counted_from_s = now_s()
-
-    def tick(self, seconds: float) -> None:
-        """Called every `seconds`: measures how long admission holds generation back."""
-        if self.asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots():
-            self.held_s += seconds
+    def interrupt(self, error: BaseException) -> None:
+        """Raise this error when the loop next looks for groups."""
+        self._error = error
+        self.changed.set()
 
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event about what was held back and dropped."""
         dropped = self.admission.dropped
         out: dict[str, Any] = {}
         if self.asynchronous:
-            counted_s = now_s() - self.counted_from_s
+            counted_s = now_s() - self._generation.counted_from_s
             out |= {"lead": self.admission.lead.groups, "held_s": self.held_s, "counted_s": counted_s}
         if self.asynchronous or dropped.responses or self.admission.too_new:
             out |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "too_new": self.admission.too_new}
         return out
 
+    def tick(self, seconds: float) -> None:
+        if self.asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots(self._name):
+            self.held_s += seconds
+
+    # What the stream reports.
+
+    def informative(self, group: Group) -> bool:
+        return informative(group, self._algorithm, self._options.max_tokens)
+
+    def arrived(self, part: Group, whole: Group) -> None:
+        """The policy's part of a group has completed, and its admission knows. Raises WindfallError if nothing ever
+        asks for this policy: its trainer would wait forever."""
+        self.pace.arrived(sum(r.sampled_count for r in part.responses))
+        if part.responses and not self.admission.is_held(part.index):
+            self._replaced.append(part)
+        self._not_asked = self._not_asked + 1 if whole.responses and not part.responses else 0
+        if self._not_asked >= NOT_ASKED_BATCHES * self.admission.batch:
+            raise _not_asked(self._name, self._not_asked, whole)
+        self.changed.set()
+
+
+class Generation:
+    """The tasks of a run: opened together for all policies, and handed out to each."""
+
+    def __init__(self, rollout: Rollout, gate: TaskGate, group_size: int) -> None:
+        self.rollout = rollout
+        self.gate = gate
+        self.groups: dict[str, PolicyGroups] = {}
+        """By policy that is trained. A PolicyGroups adds itself."""
+        self.reload: Callable[[], Awaitable[None]] = _nothing
+        """Gives the rollout the journal's history. Called while the stream stands still, if it ran since the last
+        call."""
+        self.counted_from_s = 0.0
+        """When the counters were reset (loop time, seconds)."""
+        self._size = group_size
+        self._stream: Stream | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._loaded = False
+        self._pausing = asyncio.Lock()
+
+    @property
+    def running(self) -> bool:
+        return self._stream is not None
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Stop the stream, and start it again, with the journal's history, once every policy has been restored."""
+        async with self._pausing:
+            await self.stop()
+            if not self._loaded:
+                await self.reload()
+                self._loaded = True
+            try:
+                yield
+            finally:  # if the trainer was lost again, the other policies go on
+                if all(groups.restored for groups in self.groups.values()):
+                    self.gate.reopen()
+                    self.start()
+
+    def start(self) -> None:
+        groups = self.groups.values()
+        self._stream = self.rollout.stream(
+            size=self._size, sampling=next(iter(groups)).sampling(), on_group=self._group_arrived,
+            on_skipped=self._task_skipped, on_too_old=self._too_old,
+        )  # fmt: skip
+        self._running = asyncio.create_task(self._stream.run(), name="generation")
+        self._running.add_done_callback(self._ended)
+        self._loaded = False
+        self.rollout.forget_history(self.gate.needed)
+        if not any(g.in_step for g in groups):
+            self.reset_counters()  # what the journal has of open responses is counted as restored
+        self._expire(self._stream)
+        if any(g.asynchronous or g.in_step for g in groups):
+            self.admit()
+
+    async def stop(self) -> None:
+        """Withdraw everything that is open. The tokens generated so far stay in the journal."""
+        running, self._running, self._stream = self._running, None, None
+        if running is not None:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        if running is self._running and not running.cancelled() and (error := running.exception()) is not None:
+            for groups in self.groups.values():
+                groups.interrupt(error)
+
+    def admit(self) -> None:
+        """Open the tasks that may be opened now."""
+        while self._stream is not None and (tasks := self.gate.open()):
+            self._stream.open(tasks)
+
+    def published(self, policy: str) -> None:
+        """The next version exists: what has become too old is dropped, and more tasks may be opened."""
+        admission, stream = self.groups[policy].admission, self._stream
+        admission.publish()
+        if self.groups[policy].asynchronous and stream is not None:
+            self._expire(stream)
+            # The new version is offered already, so queued responses begin with it or with a newer one.
+            admission.not_begun([*stream.not_begun(policy), *self._waiting()])
+            self.admit()
+
+    def _expire(self, stream: Stream) -> None:
+        oldest = {name: g.admission.oldest_version for name, g in self.groups.items() if g.asynchronous}
+        if oldest:
+            stream.expire(oldest)
+
+    def _waiting(self) -> set[int]:
+        """Tasks that wait for another policy, without those that the journal has tokens of."""
+        waiting = set(self.gate.waiting())
+        return waiting and waiting - {int(id.partition("/")[0]) for id in self.rollout.history if ":" not in id}
+
+    def reset_counters(self) -> None:
+        self.rollout.reset_counters()
+        self.counted_from_s = now_s()
+
+    def tick(self, seconds: float) -> None:
+        """Called every `seconds`: measures how long admission holds generation back."""
+        for groups in self.groups.values():
+            groups.tick(seconds)
+
     # What the stream reports.
 
     def _group_arrived(self, group: Group) -> None:
-        self.pace.arrived(sum(r.sampled_count for r in group.responses))
-        if not group.responses:
-            self.admission.drop(group.index)
-        else:
-            informative = self._algorithm.informative(outcomes(group, self._options.max_tokens))
-            self.admission.finish(group, informative=informative)
-            if not informative:
-                self._replaced.append(group)
-        self._after_change()
+        parts = self.gate.finish(group, lambda name, part: self.groups[name].informative(part))
+        for name, part in parts.items():
+            self.groups[name].arrived(part, group)
+        self.admit()
 
     def _task_skipped(self, index: int) -> None:
-        self.admission.dismiss(index)
-        self._after_change()
+        self.gate.dismiss(index)
+        self.admit()
+        for groups in self.groups.values():
+            groups.changed.set()
 
     def _too_old(self, index: int, tokens: int) -> None:
-        del index
-        self.admission.dropped.add(tokens)
         self.rollout.sampled_tokens += tokens
+        for groups in self.groups.values():
+            if groups.admission.is_open(index):
+                groups.admission.dropped.add(tokens)
 
-    def _after_change(self) -> None:
-        self.admit()
-        self.changed.set()
+
+def make_admission(recipe: Recipe) -> Admission:
+    """`recipe`: as the policy sees it."""
+    o = recipe.rollout
+    # Deterministic runs train in order: how a gradient sum rounds must not depend on which worker was fastest.
+    return Admission(
+        batch=o.groups, steps=recipe.run.steps, staleness=o.staleness, max_draws=o.max_draws,
+        in_order=recipe.run.deterministic,
+    )  # fmt: skip
+
+
+async def _nothing() -> None: ...
+
+
+def _not_asked(name: str, tasks: int, last: Group) -> WindfallError:
+    roles = sorted({segment.role for r in last.responses for segment in r.segments})
+    return WindfallError(
+        f"{tasks} tasks in a row asked nothing of the policy '{name}', so it cannot be trained. The last one asked "
+        f"for: {', '.join(roles)}",
+        where="policies",
+        fix="Have the environment or the agent ask for this role, or remove the policy.",
+    )
 
 
 def now_s() -> float:

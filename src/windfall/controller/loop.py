@@ -1,6 +1,6 @@
-"""The loop of a run, on one page, over the verbs (verbs.py).
+"""The loop of one policy, on one page, over the verbs (verbs.py).
 
-    run      for every trainer that connects: generate and train side by side
+    run      for every trainer of the policy that connects: generate and train side by side
     _step    sample              groups of tasks, generated and graded          (generation.py)
              forward_backward    full micro-batches, while others are generated
              optim_step          one or several updates
@@ -11,20 +11,21 @@ If the trainer is lost, generation goes on until the next one connects; then the
 and responses of later steps are restored from the journal. A stop abandons the current step, which has not changed the
 weights yet, and saves the last completed step.
 
-The state of a run is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
+A run with several policies has one loop for each, over the same stream of tasks (generation.py).
+
+The state of a policy is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol
 
 from windfall.algorithms.base import Algorithm
 from windfall.controller.credit import credit
-from windfall.controller.generation import Generation, now_s
+from windfall.controller.generation import PolicyGroups, now_s
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.admission import Admission
@@ -54,15 +55,15 @@ WHY_SKIPPED = {
 
 
 class Run(Protocol):
-    """What the loop needs from the controller's process besides the verbs. assembly.ControllerLife implements it."""
+    """What the loop needs from the controller's process besides the verbs. run_policy.RunPolicy implements it."""
 
     async def connected(self) -> None:
         """Wait until a trainer is connected."""
         ...
 
     async def restore(self, admission: Admission) -> CheckpointState:
-        """Prepare the run and its admission to continue from the trainer's state, and return that state. No task may be
-        open."""
+        """Prepare the run and the policy's admission to continue from the trainer's state, and return that state. The
+        stream stands still."""
         ...
 
     def offer(self, published: NewVersion) -> None:
@@ -89,13 +90,13 @@ class Run(Protocol):
 
 class Loop:
     def __init__(
-        self, recipe: Recipe, algorithm: Algorithm, policy: TrainingVerbs, generation: Generation,
+        self, recipe: Recipe, algorithm: Algorithm, policy: TrainingVerbs, groups: PolicyGroups,
         evaluation: Evaluation, run: Run, events: EventLog,
     ) -> None:  # fmt: skip
         self.recipe = recipe
         self.algorithm = algorithm
         self.policy = policy
-        self.generation = generation
+        self.groups = groups
         self.evaluation = evaluation
         self.events = events
         self.state = CheckpointState(step=0, next_task=0)
@@ -112,18 +113,14 @@ class Loop:
             while True:
                 try:
                     await self._run.connected()
-                    await self.generation.stop()
-                    self.state = await self._run.restore(self.generation.admission)
-                    self.generation.start()
-                    self.evaluation.forget_after(self.state.step)
+                    async with self.groups.restoring():
+                        self.state = await self._run.restore(self.groups.admission)
+                        self.evaluation.forget_after(self.state.step)
                     return await self._train_to_end()
                 except TrainerLost as e:
                     self.events.instant("trainer_lost", step=self.state.step, why=str(e))
         except Stopped:
             return await self._stop()
-        finally:
-            with suppress(Exception):  # fault boundary: the run is over, or ends with another error
-                await self.generation.stop()
 
     async def _train_to_end(self) -> CheckpointState:
         # The answer to the Publish or Save of this trainer's step may have been lost.
@@ -136,50 +133,48 @@ class Loop:
         return self.state
 
     async def _step(self) -> None:
-        generation, rollout, pace = self.generation, self.generation.rollout, self.generation.pace
+        groups, rollout, pace = self.groups, self.groups.rollout, self.groups.pace
         step, before, started = self.state.step + 1, self.state, now_s()
-        if not generation.asynchronous:
-            rollout.reset_counters()
+        failures = rollout.failures.totals.copy()
         pace.begin(step)
-        generation.admit()
+        groups.begin_step()
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect()
             span["tokens"] = rollout.sampled_tokens
             if not batch.rewards:
-                raise rollout.failures.no_rewards(f"step {step}")
+                raise rollout.failures.no_rewards(f"step {step}", failures)
         pace.generated()
         training = now_s()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
             reports = await self._train(batch, step)
             span["update_s"] = batch.update_s
         train_s = batch.early_s + now_s() - training
-        tokens = batch.tokens if generation.asynchronous else rollout.sampled_tokens
+        tokens = batch.tokens if groups.asynchronous else rollout.sampled_tokens
         pace.end(tokens=tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, now_s() - started)
-        generation.admission.lead.end_step(
+        groups.admission.lead.end_step(
             spare=batch.spare, missing=batch.missing, wait_s=batch.starved_s, train_s=train_s
         )
-        if generation.asynchronous:  # at once: generation goes on between two steps, with tokens of the next one
-            generation.reset_counters()
-        generation.published()
+        groups.step_logged()
+        groups.published()
 
     async def _collect(self) -> StepBatch:
         """Take groups until the batch is complete. Train on full micro-batches before waiting for more."""
-        generation, batch = self.generation, StepBatch()
+        groups, batch = self.groups, StepBatch()
         while True:
-            if generation.fill(batch):
+            if groups.fill(batch):
                 return batch
-            if generation.pipelined and batch.micro_batches and generation.pace.may_train.is_set():
+            if groups.pipelined and batch.micro_batches and groups.pace.may_train.is_set():
                 began = now_s()
-                batch.early_s += await self._forward_backward(batch.hand_over(generation.admission.ready))
+                batch.early_s += await self._forward_backward(batch.hand_over(groups.admission.ready))
                 batch.asked_s += now_s() - began
             else:
-                await generation.wait(batch)
+                await groups.wait(batch)
 
     async def _train(self, batch: StepBatch, step: int) -> list[Report]:
         """Train on the rest of the batch, update the weights and publish them."""
-        admission, count = self.generation.admission, self.recipe.train.minibatches
-        if self.generation.one_by_one:
+        admission, count = self.groups.admission, self.recipe.train.minibatches
+        if self.groups.one_by_one:
             while batch.micro_batches or batch.partial:
                 await self._forward_backward(batch.hand_over(admission.ready))
             samples: list[list[Sample]] = [[]]
@@ -215,7 +210,7 @@ class Loop:
         return await self.policy.forward_backward(samples, id=self._next_id("forward_backward"))
 
     def _credit(self, groups: Sequence[Group]) -> list[list[Sample]]:
-        version = self.state.step if self.generation.asynchronous else None
+        version = self.state.step if self.groups.asynchronous else None
         return credit(groups, self.algorithm, self.recipe.rollout.max_tokens, version)
 
     def _next_id(self, verb: str) -> str:
@@ -228,9 +223,7 @@ class Loop:
             await self._write_checkpoint()
             self._run.saved(self.state)
         if self.evaluation.due(step):
-            if not self.generation.asynchronous:
-                self.generation.rollout.reset_counters()  # rewards missing in the last step do not count here
-            self.generation.pace.begin_evaluation()
+            self.groups.pace.begin_evaluation()
             await self.evaluation.evaluate(step)
 
     async def _write_checkpoint(self) -> None:
@@ -250,15 +243,15 @@ class Loop:
     def _log_step(
         self, before: CheckpointState, batch: StepBatch, reports: list[Report], train_s: float, took_s: float
     ) -> None:
-        step, rollout = self.state.step, self.generation.rollout
+        step, rollout = self.state.step, self.groups.rollout
         self._log_updates(step, reports)
         drawn = range(before.next_task, self.state.next_task)
         tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
-        if self.generation.asynchronous:
+        if self.groups.asynchronous:
             used = sorted(batch.lengths)
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
-            tasks |= batch.describe_staleness(before.step, self.generation.admission.staleness)
-        tasks |= batch.describe() | self.generation.describe()
+            tasks |= batch.describe_staleness(before.step, self.groups.admission.staleness)
+        tasks |= batch.describe() | self.groups.describe()
         counted_s = tasks.get("counted_s", took_s)
         self.events.scalar(
             "step",

@@ -108,7 +108,7 @@ class ControllerProcess:
         self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
         for sink in sinks:
             events.attach(sink)
-        self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
+        self.journal = Journal(folder / "journal", settings_digest(recipe))
         self.observers = observers
         self.life = ControllerLife(
             recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]

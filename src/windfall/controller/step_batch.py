@@ -89,7 +89,8 @@ class StepBatch:
         self.scores += [r.scores for r in group.responses]
         lengths = [0] * size
         for r in group.responses:
-            lengths[int(r.id.rpartition("/")[2])] = r.sampled_count
+            sibling = int(r.id.rpartition("/")[2].partition("+")[0])
+            lengths[sibling] += r.sampled_count  # a policy may have several roles
         self.lengths[group.index] = lengths
 
     @property

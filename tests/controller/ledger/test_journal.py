@@ -196,11 +196,11 @@ def test_rotate_removes_what_the_checkpoint_covers(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "s")
     journal.open(0)
     story(journal)
-    journal.rotate(10, {})
+    journal.rotate(10, {}, {}, next_task=2, lowest=2)
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000010.wal"]
     journal.write_assigned({9: "2/0"})
     journal.write_tokens(frame((9, 0, [1])))
-    journal.rotate(10, {})  # the same checkpoint again, as at a stop: nothing is lost
+    journal.rotate(10, {}, {}, next_task=3, lowest=2)  # the same checkpoint again, as at a stop: nothing is lost
     journal.close()
     assert read(tmp_path / "j", step=10) == {"2/0": [(0, [1], 1, None)]}
 
@@ -230,12 +230,12 @@ def test_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
     journal.close()
     old = (tmp_path / "j" / "000000.wal").read_bytes()
     journal.open(0)
-    journal.rotate(10, {})
+    journal.rotate(10, {}, {}, next_task=3, lowest=3)
     journal.write_assigned({1: "3/0"})
     journal.write_tokens(frame((1, 0, [3])))
     journal.close()
     (tmp_path / "j" / "000000.wal").write_bytes(old)
-    assert set(read(tmp_path / "j", step=10)) == {"3/0"}
+    assert set(journal.read(10, 3).history) == {"3/0"}
     assert set(read(tmp_path / "j", step=0)) == {"1/0", "2/0", "3/0"}
 
 
@@ -413,15 +413,15 @@ def test_folder_is_created_and_files_are_named_by_step(tmp_path: Path) -> None:
 
 def test_fall_back_keeps_responses_of_later_steps(tmp_path: Path) -> None:
     """The controller was restarted at step 15, the trainer is back at checkpoint 10, which is already saved."""
-    for step, id in ((10, "a"), (15, "b")):
+    for step, id in ((10, "40/0"), (15, "60/0")):
         journal = Journal(tmp_path / "j", "s")
         journal.open(step)
         journal.write_assigned({1: id})
         journal.write_tokens(frame((1, 0, [1])))
         journal.close()
     journal = Journal(tmp_path / "j", "s")
-    assert set(journal.open(10)) == {"a", "b"}
-    journal.rotate(20, {})
+    assert set(journal.open(10)) == {"40/0", "60/0"}
+    journal.rotate(20, {}, {}, next_task=80, lowest=80)
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000020.wal"]
     journal.close()
 
@@ -491,7 +491,11 @@ def test_full_disk_fails_every_later_write_and_keeps_what_was_flushed(tmp_path: 
         journal.flush()
     assert caught.value.where == str(tmp_path / "j" / "000000.wal")
     journal._file = io.BytesIO()  # there is room again, but a record is missing
-    for again in (journal.flush, lambda: journal.write_grade("1/2", 1.0, None, ""), lambda: journal.rotate(1, {})):
+    for again in (
+        journal.flush,
+        lambda: journal.write_grade("1/2", 1.0, None, ""),
+        lambda: journal.rotate(1, {}, {}, next_task=0, lowest=0),
+    ):
         with pytest.raises(WindfallError):
             again()
     assert results == [caught.value]

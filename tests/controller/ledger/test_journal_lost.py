@@ -174,7 +174,7 @@ def test_strays_are_left_alone(tmp_path: Path) -> None:
     assert tokens(found) == 2 * RESPONSES * ROUNDS
     journal = Journal(tmp_path, "s")
     journal.open(10)
-    journal.rotate(20, {})
+    journal.rotate(20, {}, {}, next_task=1 << 20, lowest=1 << 20)
     journal.close()
     assert {p.name for p in tmp_path.iterdir()} == strays | {"000020.wal"}
     assert not path.exists()

@@ -207,7 +207,7 @@ def test_check_finds_broken_versions() -> None:
 
     broken(lambda x: setattr(x.entries["1/0"], "version", 2))
     broken(lambda x: setattr(x.entries["1/0"], "version", 6))
-    broken(lambda x: setattr(x, "_window", range(4, 6)))
+    broken(lambda x: x._windows.update({"": range(4, 6)}))
     broken(lambda x: setattr(x.entries["1/0"], "recorded", 1))
     broken(lambda x: x._record_version(x.entries["1/0"]) or x.entries["1/0"].episode.version_runs.append((4, 1)))
     broken(lambda x: setattr(x.entries["1/0"], "version", 4) or x._record_version(x.entries["1/0"]), version=3)

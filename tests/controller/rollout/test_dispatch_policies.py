@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import directory_rules
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
@@ -121,7 +122,7 @@ class Run:
         ledger.check()
         members.check()
         for directory in self.dispatch.weights.directories.values():
-            directory.check()
+            directory_rules.check(directory)
         for member in members.here():
             assert all(entry.policy in member.held for entry in ledger.held(member.id)), "work of another base"
             assert set(member.held) <= set(BASES[member.base])

@@ -93,7 +93,7 @@ def test_task_that_arrives_late_is_dropped_if_the_journal_has_it_too_old(tmp_pat
         o = Opened(tmp_path, {"0/0": 3, "0/1": 5, "1/0": 3, "1/1": 3, "3/0": 3, "3/1": 5})
         running = asyncio.create_task(o.stream.run())
         o.stream.open(range(4))
-        o.stream.expire(4)
+        o.stream.expire({"": 4})
         assert o.too_old == [(0, 2)]
         o.env.arrive.set()
         await asyncio.sleep(0.4)

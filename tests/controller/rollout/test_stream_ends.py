@@ -123,7 +123,7 @@ def test_stream_that_has_ended_opens_and_drops_nothing(tmp_path: Path) -> None:
             rollout.interrupt(WindfallError("another trainer replaced it"))
             with pytest.raises(WindfallError):
                 await running
-            stream.expire(oldest=99)
+            stream.expire({"": 99})
             stream.open([2])
             assert len(rollout.dispatch.ledger) == 0
 

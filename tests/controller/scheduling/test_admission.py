@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.admitting import admit
 from windfall.controller.scheduling.admission import Admission, staleness
 from windfall.types import Group, Response, Task
 
@@ -80,7 +81,7 @@ class World:
         capacity, again = a.capacity, len(a._again)
         if a.staleness == 0 and not a._planned:  # the bound may have been above 0 before the run was resumed
             again = max(0, min(again, a.batch - len(a._open) - len(a._ready) - len(a.taken)))
-        tasks = a.admit()
+        tasks = admit(a)
         assert len(tasks) == capacity + again
         assert a.capacity == 0
         for task in tasks:
@@ -265,7 +266,7 @@ def test_staleness_0_trains_on_the_same_tasks_as_drawing_in_rounds(
     a, first = Admission(batch=batch, steps=3, max_draws=max_draws, in_order=in_order), 0
     for version in range(3):
         expected, next_task = rounds(batch, max_draws, skipped, dull, first)
-        opened = a.admit()
+        opened = admit(a)
         assert opened == list(range(first, first + batch)), "exactly one batch when its version is published"
         opened, taken = set(opened), list[int]()
         while not a.complete:
@@ -278,20 +279,20 @@ def test_staleness_0_trains_on_the_same_tasks_as_drawing_in_rounds(
                     a.dismiss(index)
                 else:
                     a.finish(group(index, version), informative=index not in dull)
-                opened.update(a.admit())
+                opened.update(admit(a))
         assert not opened
         assert sorted(taken) == expected
         assert not in_order or taken == expected
         assert a.next_task == next_task
         first = next_task
         a.publish()
-    assert a.admit() == [], "the run is over"
+    assert admit(a) == [], "the run is over"
 
 
 def test_oldest_group_is_taken_first() -> None:
     a = Admission(batch=3, steps=9, staleness=4)
     a.restore(version=4, next_task=0)
-    a.admit()
+    admit(a)
     for index, oldest in [(0, 4), (5, 1), (2, 3), (7, 1), (1, 2)]:
         a.finish(group(index, oldest, 4))
     order = [got.index for _ in range(3) if (got := a.take())]
@@ -303,7 +304,7 @@ def test_oldest_group_is_taken_first() -> None:
 def test_group_is_trained_without_its_responses_that_are_too_old() -> None:
     a = Admission(batch=1, steps=9, staleness=1)
     a.restore(version=5, next_task=0)
-    a.admit()
+    admit(a)
     a.finish(group(0, 3, 4, 5, 2))
     got = a.take()
     assert got is not None
@@ -318,7 +319,7 @@ def test_gate_goes_on_while_every_response_is_too_old() -> None:
     a = Admission(batch=2, steps=6, staleness=1)
     a.restore(version=3, next_task=0)
     for _ in range(500):
-        tasks = a.admit()
+        tasks = admit(a)
         assert len(tasks) == 4, "what was dropped makes room for as many tasks that start now"
         for index in tasks[:2]:
             a.drop(index)
@@ -327,7 +328,7 @@ def test_gate_goes_on_while_every_response_is_too_old() -> None:
         assert a.take() is None
         assert not a.complete
     assert a.dropped.responses == 2000
-    for index in a.admit():
+    for index in admit(a):
         a.finish(group(index, 3))
     assert a.take()
     assert a.take()
@@ -339,7 +340,7 @@ def test_step_continues_with_the_groups_it_has_if_the_batch_cannot_be_filled(eta
     """In no group do rewards differ. The number of draws for one batch is limited."""
     a, drawn = Admission(batch=4, steps=50, staleness=eta, max_draws=3), 0
     while not a.complete:
-        tasks = a.admit()
+        tasks = admit(a)
         drawn += len(tasks)
         for index in tasks:
             a.finish(group(index, 0), informative=False)
@@ -347,13 +348,13 @@ def test_step_continues_with_the_groups_it_has_if_the_batch_cannot_be_filled(eta
     assert a.take() is None
     assert a.taken == []
     a.publish()
-    assert len(a.admit()) == (eta + 1) * 4, "the next step may draw again"
+    assert len(admit(a)) == (eta + 1) * 4, "the next step may draw again"
 
 
 def test_run_ends_without_tasks_that_no_step_can_use() -> None:
     a, drawn = Admission(batch=3, steps=5, staleness=2), 0
     while a.version < 5:
-        for index in a.admit():
+        for index in admit(a):
             drawn += 1
             a.finish(group(index, a.version))
         while a.take():
@@ -368,7 +369,7 @@ def test_planned_step_gets_the_groups_that_it_had_in_the_same_order() -> None:
     """Also a group that is not informative any more, and only groups that it had."""
     a = Admission(batch=2, steps=9, staleness=1)
     a.restore(version=3, next_task=6, open_tasks=(4,), planned={3: [1, 2], 4: [7, 4], 5: [6, 9]})
-    assert a.admit() == [4, 6, 7, 8, 9], "all tasks up to the last one that was trained on, before new ones"
+    assert admit(a) == [4, 6, 7, 8, 9], "all tasks up to the last one that was trained on, before new ones"
     a.finish(group(8, 2))
     a.finish(group(6, 3))
     a.finish(group(4, 2), informative=False)
@@ -391,7 +392,7 @@ def test_plan_does_not_depend_on_when_completeness_is_asked_for() -> None:
     a = Admission(batch=1, steps=9, staleness=1)
     a.restore(version=3, next_task=6, planned={4: [6]})
     assert not a.complete
-    a.admit()
+    admit(a)
     a.finish(group(6, 3))
     got = a.take()
     assert got is not None
@@ -402,7 +403,7 @@ def test_plan_with_a_gap_is_not_waited_for() -> None:
     """Part of the journal was lost. Later plans would hold back groups that the step without a plan needs."""
     a = Admission(batch=1, steps=20, staleness=1)
     a.restore(version=3, next_task=6, planned={5: [6], 6: [7], 7: [8]})
-    for index in a.admit():
+    for index in admit(a):
         a.finish(group(index, 3))
     got = a.take()
     assert got is not None
@@ -413,7 +414,7 @@ def test_tokens_that_are_newer_than_the_trainer_are_not_trained_on() -> None:
     """The trainer fell back behind a response that the journal has, and part of the journal is lost."""
     a = Admission(batch=1, steps=20, staleness=1)
     a.restore(version=3, next_task=6, open_tasks=(4, 5))
-    a.admit()
+    admit(a)
     a.finish(Group(index=4, task=Task(id="4", prompt=""), responses=(response(4, 0, [3, 5]), response(4, 1, [3]))))
     got = a.take()
     assert got is not None
@@ -428,7 +429,7 @@ def test_taking_is_fast_with_thousands_of_ready_groups() -> None:
     n = 4000
     a = Admission(batch=n, steps=9, staleness=2)
     a.restore(version=2, next_task=0, planned={3: list(range(0, 2 * n, 2))})
-    groups = {index: group(index, index % 3) for index in a.admit()}
+    groups = {index: group(index, index % 3) for index in admit(a)}
     began = time.process_time()
     for complete in groups.values():
         a.finish(complete)
@@ -437,7 +438,7 @@ def test_taking_is_fast_with_thousands_of_ready_groups() -> None:
             assert len(a.taken) <= n
         if a.complete:
             a.publish()
-        a.admit()
+        admit(a)
     took_s = time.process_time() - began
     assert took_s < 2.0, f"{took_s:.1f} s"
 
@@ -445,7 +446,7 @@ def test_taking_is_fast_with_thousands_of_ready_groups() -> None:
 def test_check_finds_every_broken_rule() -> None:
     def broken(how: Callable[[Admission], object]) -> None:
         a = Admission(batch=2, steps=9, staleness=1)
-        for index in a.admit():
+        for index in admit(a):
             a.finish(group(index, 0)) if index else None
         a.take()
         a.check()
@@ -472,7 +473,7 @@ def test_no_group_is_overtaken_until_it_is_too_old(batch: int, bound: int, steps
     running: list[tuple[int, int]] = []
     trained = 0
     while a.version < steps:
-        queued += a.admit()
+        queued += admit(a)
         while a.take() is not None:
             trained += 1
         assert a.dropped.responses == 0

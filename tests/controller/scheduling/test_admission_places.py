@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.admitting import admit
 from windfall.controller.scheduling.admission import Admission
 from windfall.types import Group, Response, Task
 
@@ -24,12 +25,12 @@ def take_all(admission: Admission) -> list[int]:
 
 def test_trainer_waits_for_groups_that_would_be_too_old() -> None:
     admission = Admission(batch=2, steps=10, staleness=1)
-    assert admission.admit() == [0, 1, 2, 3]
+    assert admit(admission) == [0, 1, 2, 3]
     for index in (1, 3):
         admission.finish(group(index, 0))
     assert take_all(admission) == [1, 3], "nothing is too old yet, so the first groups that finish are taken"
     admission.publish()
-    assert admission.admit() == [4, 5]
+    assert admit(admission) == [4, 5]
     for index in (4, 5):  # short groups overtake 0 and 2
         admission.finish(group(index, 1))
     assert take_all(admission) == []
@@ -44,13 +45,13 @@ def test_trainer_waits_for_groups_that_would_be_too_old() -> None:
 
 def test_groups_that_have_not_begun_do_not_hold_the_trainer_back() -> None:
     admission = Admission(batch=2, steps=10, staleness=1)
-    admission.admit()
+    admit(admission)
     for index in (0, 1):
         admission.finish(group(index, 0))
     assert take_all(admission) == [0, 1]
     admission.publish()
     admission.not_begun([3])  # 2 runs since version 0, and 3 waits for a free slot
-    admission.admit()
+    admit(admission)
     for index in (4, 5):
         admission.finish(group(index, 1))
     assert take_all(admission) == [4], "the other place is for 2"
@@ -64,12 +65,12 @@ def test_groups_that_have_not_begun_do_not_hold_the_trainer_back() -> None:
 
 def test_free_places_go_to_younger_groups() -> None:
     admission = Admission(batch=3, steps=10, staleness=1)
-    admission.admit()
+    admit(admission)
     for index in (1, 2, 3, 4):
         admission.finish(group(index, 0))
     assert take_all(admission) == [1, 2, 3]
     admission.publish()
-    admission.admit()  # 6, 7, 8
+    admit(admission)  # 6, 7, 8
     admission.finish(group(6, 1))
     assert take_all(admission) == [4], "0 and 5 are open and keep the other places"
     admission.finish(group(0, 0))
@@ -81,7 +82,7 @@ def test_free_places_go_to_younger_groups() -> None:
 def test_groups_restored_from_the_journal_keep_their_age() -> None:
     admission = Admission(batch=2, steps=10, staleness=1)
     admission.restore(version=3, next_task=8, open_tasks=[6, 7], oldest={6: 2, 7: 2})
-    assert admission.admit() == [6, 7, 8, 9]
+    assert admit(admission) == [6, 7, 8, 9]
     for index in (8, 9):
         admission.finish(group(index, 3))
     assert take_all(admission) == [], "6 and 7 would be too old for the next step"
@@ -93,7 +94,7 @@ def test_groups_restored_from_the_journal_keep_their_age() -> None:
 def test_plan_of_which_nothing_is_left_is_no_plan() -> None:
     admission = Admission(batch=1, steps=10, staleness=1)
     admission.restore(version=3, next_task=5, open_tasks=[4], planned={4: [4]})
-    assert admission.admit() == [4, 5]
+    assert admit(admission) == [4, 5]
     admission.dismiss(4)
     assert not admission.complete
     admission.finish(group(5, 3))

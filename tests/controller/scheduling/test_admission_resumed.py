@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.admitting import admit
 from windfall.controller.scheduling.admission import Admission
 from windfall.types import Group, Response, Task
 
@@ -26,8 +27,8 @@ def test_no_more_tasks_are_open_than_a_synchronous_step_can_use() -> None:
     admission.restore(version=5, next_task=20, open_tasks=[12, 14, 15, 17, 19])
     steps: list[list[int]] = []
     for version in range(5, 8):
-        opened = admission.admit()
-        assert admission.admit() == []
+        opened = admit(admission)
+        assert admit(admission) == []
         admission.check()
         for index in opened:
             admission.finish(group(index, version))

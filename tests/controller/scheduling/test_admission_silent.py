@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.admitting import admit
 from windfall.controller.scheduling.admission import Admission, is_usable, staleness
 from windfall.types import Group, Response, Task
 
@@ -18,7 +19,7 @@ def test_silent_response_is_used_at_every_version() -> None:
     a = Admission(batch=1, steps=9)
     a.restore(version=5, next_task=5)
     for _ in range(3):
-        index = a.admit()[0]
+        index = admit(a)[0]
         silent, other = response(f"{index}/0"), response(f"{index}/1", a.version)
         a.finish(Group(index=index, task=Task(id="t", prompt=""), responses=(silent, other)))
         got = a.take()
@@ -31,7 +32,7 @@ def test_silent_response_is_used_at_every_version() -> None:
 def test_silent_group_that_waits_is_counted_once() -> None:
     """A group without any version is finished at one version and taken at a later one."""
     a = Admission(batch=1, steps=9, staleness=2)
-    for index in a.admit():
+    for index in admit(a):
         a.finish(Group(index=index, task=Task(id="t", prompt=""), responses=(response(f"{index}/0"),)))
     for _ in range(3):
         assert a.take() is not None

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.admitting import admit
 from windfall.controller.scheduling.admission import FORGET, WAITED_SHARE, Admission, Lead
 from windfall.controller.step_batch import StepBatch
 from windfall.types import Group, Response, Task
@@ -106,13 +107,13 @@ def run(*, latency_s: float, spread: float, staleness: int, fixed: bool = False,
     a = Admission(batch=16, steps=steps, staleness=staleness)
     running: list[tuple[float, int, int]] = []
 
-    def admit() -> None:
-        for index in a.admit():
+    def open_tasks() -> None:
+        for index in admit(a):
             took_s = latency_s * random.Random(index).lognormvariate(0.0, spread)
             heapq.heappush(running, (now_s + took_s, index, a.version))
 
     for step in range(steps):
-        admit()
+        open_tasks()
         batch = StepBatch()
         while True:
             while running and running[0][0] <= now_s:

@@ -161,7 +161,7 @@ class AgentStream(Stream):
             return
         self._tasks.pop(response.id, None)
         if error is not None:
-            self._rollout.failures.miss(response.id, error)
+            self._rollout.failures.miss(response.id, error, counted=self._counted)
         # Tokens of the journal have no worker.
         workers = [run for segment in response.segments for run in segment.workers]
         self._restored[response.id] = sum(count for worker, count in workers if not worker)

@@ -2,14 +2,14 @@
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-A new file is begun when its checkpoint is on disk; it replaces the files whose tokens no later step can train on. With
-staleness 0, these are all older files. With a higher bound eta, generation goes on while a checkpoint is written, so
-the first tokens of version v are in a file that begins before step v. Therefore the last file that begins eta + 1 or
-more steps earlier is kept, and all files after it. Every file starts with the ids of the running responses. If a killed
-process left a half-written record at the end, it is cut off when the file is opened again. `flush` hands everything to
-the operating system, where it outlives the process. Call it before anything that depends on what was written: assigning
-work, grading a turn, handing on a group. (It does not outlive the machine: after a power failure, the run continues
-from the last checkpoint, which is synced.) `JournalContents.damage` describes what can no longer be read.
+A new file is begun when a checkpoint is on disk. Its number is the step of the checkpoint; with several policies, the
+sum of their last saved steps. It begins with the ids of the running responses, and with the first task that no earlier
+file has tokens of. So the files before it are removed once the last checkpoints of all policies need only later tasks.
+All policies have one journal, because a response may have tokens of several. If a killed process left a half-written
+record at the end, it is cut off when the file is opened again. `flush` hands everything to the operating system, where
+it outlives the process. Call it before anything that depends on what was written: assigning work, grading a turn,
+handing on a group. (It does not outlive the machine: after a power failure, the run continues from the last checkpoint,
+which is synced.) `JournalContents.damage` describes what can no longer be read.
 
 Rules: reading returns, for every response since the last checkpoint, exactly what was accepted, in order. After the
 first failed write every later write fails too, and `failed` has been called.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,52 +33,59 @@ from windfall.link.messages import Tokens
 
 
 class Journal:
-    def __init__(self, folder: Path, settings: str, *, staleness: int = 0) -> None:
+    def __init__(self, folder: Path, settings: str) -> None:
         self.folder = folder
         self._settings = settings
-        self._staleness = staleness
         self.failed: Callable[[WindfallError], None] = lambda e: None
         """Called with the first write error, because the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None
         self._file: BinaryIO | None = None
-        self._step = 0
+        self._number = 0
         self._encode = msgspec.msgpack.Encoder().encode
         with self._writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def read(self, step: int) -> JournalContents:
-        """Read what can be used after the checkpoint of `step`. A long journal takes seconds; a thread may read it
-        while the journal is closed."""
-        return records.read_journal(self.folder, self._settings, step, staleness=self._staleness)
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
 
-    def open(self, step: int, contents: JournalContents | None = None) -> History:
-        """Continue after the checkpoint of `step` and return the history of later steps. Unusable parts are removed."""
+    def read(self, number: int, lowest: int = 0) -> JournalContents:
+        """Read what can be used of the task `lowest` and later ones, to continue from the state with this number. A
+        long journal takes seconds; a thread may read it, also while records are written."""
+        return records.read_journal(self.folder, self._settings, number, lowest)
+
+    def open(self, number: int, contents: JournalContents | None = None) -> History:
+        """Continue from the state with this number, and return the history. Unusable parts are removed."""
         self.close()
-        contents = contents or self.read(step)
-        kept = dict(contents.files)
+        contents = contents or self.read(number)
+        first, kept = min((n for n, _ in contents.files), default=0), dict(contents.files)
         with self._writing(self.folder):
-            for file_step in list_files(self.folder):
-                if file_step not in kept:
-                    file_path(self.folder, file_step).unlink()
+            for file_number in list_files(self.folder):
+                if file_number not in kept and (file_number > first or not kept):
+                    file_path(self.folder, file_number).unlink()
         # Always append to the newest file, even if a trainer returned with an earlier step than that of the file.
-        self._open_file(*(contents.files[-1] if contents.files else (step, 0)))
+        self._open_file(*(contents.files[-1] if contents.files else (number, 0)))
         return contents.history
 
-    def rotate(self, step: int, running: dict[int, str]) -> None:
-        """The checkpoint of `step` is on disk: begin a new file and remove what is no longer needed. `running`: ids of
-        the running responses, by handle."""
-        if step > self._step:
+    def rotate(
+        self, number: int, running: dict[int, str], policies: dict[int, str], *, next_task: int, lowest: int
+    ) -> None:
+        """A checkpoint is on disk: begin a new file and remove what is no longer needed. `running`, `policies`: ids of
+        the running responses and their policies, by handle. `next_task`: no token of this task or a later one was
+        accepted yet. `lowest`: no checkpoint needs an earlier task."""
+        if number > self._number:
             self.close()
-            self._open_file(step, 0)
+            self._open_file(number, 0, next_task=next_task)
             if running:
-                self.write_assigned(running)
+                self.write_assigned(running, policies)
         with self._writing(self.folder):
-            for file_step, next_step in pairwise(list_files(self.folder)):
-                if next_step <= records.oldest_file(step, self._staleness):
-                    file_path(self.folder, file_step).unlink()
+            needed = records.needed_files(self.folder, lowest)
+            for file_number in list_files(self.folder):
+                if file_number not in needed:
+                    file_path(self.folder, file_number).unlink()
 
     def write_assigned(self, handles: dict[int, str], policies: dict[int, str] | None = None) -> None:
-        """Responses by handle, and their policies as far as these have names."""
+        """`policies`: by handle, for policies with a name."""
         self._write(records.Assigned(handles=handles, policies=policies or {}))
 
     def write_tokens(self, frame: Tokens, rows: list[int] | None = None) -> None:
@@ -93,18 +99,26 @@ class Journal:
         observation: str | None,
         error: str,
         segments: tuple[tuple[int, int], ...] = (),
+        role: str = "",
+        rewards: tuple[tuple[str, float], ...] = (),
     ) -> None:
-        self._write(records.TurnGraded(id=id, reward=reward, observation=observation, error=error, segments=segments))
+        self._write(
+            records.TurnGraded(
+                id=id, reward=reward, observation=observation, error=error, segments=segments, role=role,
+                rewards=rewards,
+            )
+        )  # fmt: skip
 
-    def write_prompt(self, id: str, position: int, tokens: Iterable[int]) -> None:
+    def write_prompt(self, id: str, position: int, tokens: Iterable[int], role: str = "") -> None:
         """Write the ids before a turn of a segment; `position` -1: they are its prompt."""
-        self._write(records.Prompted(id=id, position=position, tokens=np.fromiter(tokens, "<u4").tobytes()))
+        data = np.fromiter(tokens, "<u4").tobytes()
+        self._write(records.Prompted(id=id, position=position, tokens=data, role=role))
 
     def write_cut(self, id: str, length: int) -> None:
         self._write(records.TurnCut(id=id, length=length))
 
-    def write_trained(self, step: int, tasks: tuple[int, ...]) -> None:
-        self._write(records.Trained(step=step, tasks=tasks))
+    def write_trained(self, step: int, tasks: tuple[int, ...], policy: str = "") -> None:
+        self._write(records.Trained(step=step, tasks=tasks, policy=policy))
 
     def flush(self) -> None:
         """Hand everything to the operating system. Call this before anything that depends on what was written."""
@@ -135,16 +149,16 @@ class Journal:
 
     @property
     def _path(self) -> Path:
-        return file_path(self.folder, self._step)
+        return file_path(self.folder, self._number)
 
-    def _open_file(self, step: int, valid_bytes: int) -> None:
-        path = file_path(self.folder, step)
+    def _open_file(self, number: int, valid_bytes: int, *, next_task: int = -1) -> None:
+        path = file_path(self.folder, number)
         with self._writing(path):
-            self._file, self._step = path.open("ab", buffering=1 << 18), step
+            self._file, self._number = path.open("ab", buffering=1 << 18), number
             os.truncate(path, valid_bytes)
             self._file.seek(0, os.SEEK_END)
         # Handles start from 1 again in every controller process, so each process begins with a record of its own.
-        self._write(records.Started(settings=self._settings))
+        self._write(records.Started(settings=self._settings, next_task=next_task))
         self.flush()  # from now on an empty file means that its contents were lost
 
     def _write(self, record: msgspec.Struct) -> None:
@@ -181,6 +195,7 @@ def _select_rows(frame: Tokens, rows: list[int]) -> Tokens:
     cut = lambda data: b"".join(data[4 * starts[r] : 4 * starts[r + 1]] for r in rows)  # noqa: E731
     return Tokens(
         version=frame.version,
+        versions=frame.versions,
         handles=tuple(frame.handles[r] for r in rows),
         counts=tuple(counts[r] for r in rows),
         positions=tuple(frame.positions[r] for r in rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from windfall.controller.ledger.journal_format import Damage, JournalContents
 from windfall.events.log import Event, EventLog
 
@@ -12,8 +10,8 @@ class JournalDamage:
     def __init__(self, events: EventLog) -> None:
         """Call `observe` with every event of the log."""
         self._events = events
-        self._last_step = 0
-        """The last step that is in the log. If a person removed a later checkpoint, it is trained again."""
+        self._last_step: dict[str, int] = {}
+        """By policy: its last step that is in the log. If a person removed a later checkpoint, it is trained again."""
         self._file = ""
         """The journal file that the log named last."""
 
@@ -29,19 +27,15 @@ class JournalDamage:
         """Learn from an event of the log."""
         match event["kind"], event["name"]:
             case "scalar", "step":
-                self._last_step = max(self._last_step, event["step"])
+                policy = event.get("policy", "")
+                self._last_step[policy] = max(self._last_step.get(policy, 0), event["step"])
             case "instant", "journal":
                 self._file = event["file"]
 
-    def saved(self, step: int) -> bool:
+    def saved(self, step: int, policy: str = "") -> bool:
         """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fallback, only once
         all its steps have been trained again."""
-        return step >= self._last_step
-
-
-def needed(id: str, next_task: int, open_tasks: Collection[int] = ()) -> bool:
-    """Whether a response may still be needed: not if its step is trained. Ids of evaluation responses have a scope."""
-    return ":" in id or (task := int(id.partition("/")[0])) >= next_task or task in open_tasks
+        return step >= self._last_step.get(policy, 0)
 
 
 def _step_of(file: str) -> int:

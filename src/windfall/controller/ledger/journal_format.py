@@ -1,6 +1,6 @@
 """The journal on disk: its files, its records, and how they are read back in one pass.
 
-    journal/000010.wal     everything since the checkpoint of step 10
+    journal/000010.wal     everything since the checkpoint of step 10 (see journal.py)
     a record               its length, a checksum, and a msgpack array whose first item is the tag of its kind
 
 A journal has one row per response and engine step: millions of rows, which become a few token runs per response.
@@ -15,6 +15,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 from array import array
@@ -138,10 +139,20 @@ def list_files(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.iterdir() if FILE_NAME.fullmatch(path.name) and path.is_file())
 
 
-def oldest_file(step: int, staleness: int) -> int:
-    """Step of the oldest file that a run at `step` needs. If no file begins at that step, it needs the last one before
-    it. See journal.py."""
-    return step - staleness - (1 if staleness else 0)
+def needed_files(folder: Path, lowest: int) -> list[int]:
+    """The numbers of the files that may have tokens of the task `lowest` or a later one, oldest first. That is what a
+    file's first record says about the files before it."""
+    numbers = list_files(folder)
+    known = [n for n in numbers[1:] if 0 <= _next_task(file_path(folder, n)) <= lowest]
+    return [n for n in numbers if n >= max(known, default=0)]
+
+
+def _next_task(path: Path) -> int:
+    """`next_task` of the file's first record; -1 if it is not known."""
+    with contextlib.suppress(OSError):  # whoever reads the file reports it
+        for _, record in read_records(path):
+            return record.next_task if isinstance(record, Started) else -1
+    return -1
 
 
 # Reading.
@@ -156,6 +167,7 @@ class TokenRun:
     logprobs: array[float]
     version: int
     finish: Finish | None = None
+    policy: str = ""
 
 
 History = dict[str, list[TokenRun | TurnGraded | Prompted | TurnCut]]
@@ -175,27 +187,23 @@ class Damage:
 class JournalContents:
     history: History
     files: list[tuple[int, int]]
-    """The files that hold it, oldest first: step, and number of bytes used. New records are appended to the last."""
-    trained: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step: the tasks that it was trained on, in order."""
+    """The files that hold it, oldest first: number, and bytes used. New records are appended to the last."""
+    trained: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    """By policy and step: the tasks that it was trained on, in order."""
     damage: Damage | None = None
 
 
-def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) -> JournalContents:
-    """Read everything after the checkpoint of `step` that can be used. No later step trains on tokens from versions
-    before `step - staleness`. A long journal takes seconds."""
-    steps = list_files(folder)
-    # The last checkpoint covers older files. It may be older than `step`: a trainer can be ahead of it.
-    saved = min(step, steps[-1]) if steps else step
-    first = max((s for s in steps if s <= oldest_file(saved, staleness)), default=0)
-    steps = [s for s in steps if s >= first]
+def read_journal(folder: Path, settings: str, number: int, lowest: int = 0) -> JournalContents:
+    """Read everything that can be used of the task `lowest` and of later ones. `number`: that of the state from which
+    the run continues (see journal.py). A long journal takes seconds."""
+    numbers = needed_files(folder, lowest)
     found = JournalContents(history={}, files=[])
     damage: Damage | None = None
-    if steps and steps[0] > step:
-        why = f"it is gone; the journal begins after step {steps[0]}"
-        damage = Damage(file=file_path(folder, step).name, why=why)
-    for file_step in steps:
-        path = file_path(folder, file_step)
+    if numbers and numbers[0] > number:
+        why = f"it is gone; the journal begins after step {numbers[0]}"
+        damage = Damage(file=file_path(folder, number).name, why=why)
+    for file_number in numbers:
+        path = file_path(folder, file_number)
         try:
             if damage is not None:
                 damage = replace(damage, bytes=damage.bytes + path.stat().st_size)
@@ -204,22 +212,27 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
             damage = _find_damage(path, valid_bytes)
         except OSError as e:
             raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
-        if foreign_bytes and damage is None and file_step == steps[-1]:
+        if foreign_bytes and damage is None and file_number == numbers[-1]:
             damage = Damage(file=path.name, why="it was written with another recipe", bytes=foreign_bytes)
         if valid_bytes:
-            found.files.append((file_step, valid_bytes))
+            found.files.append((file_number, valid_bytes))
     return replace(found, damage=damage)
 
 
-def oldest_versions(history: History) -> dict[int, int]:
-    """By training task: the oldest version among the tokens of its responses in the journal."""
-    out: dict[int, int] = {}
+def oldest_versions(history: History) -> dict[str, dict[int, int]]:
+    """By policy and training task: the oldest version among the policy's tokens in the journal."""
+    out: dict[str, dict[int, int]] = {}
     for id, past in history.items():
-        versions = [e.version for e in past if isinstance(e, TokenRun)]
-        if versions and ":" not in id:
-            task = int(id.partition("/")[0])
-            out[task] = min([*versions, out.get(task, versions[0])])
+        for run in past if ":" not in id else ():
+            if isinstance(run, TokenRun):
+                versions, task = out.setdefault(run.policy, {}), int(id.partition("/")[0])
+                versions[task] = min(run.version, versions.get(task, run.version))
     return out
+
+
+def end_of(history: History) -> int:
+    """The first training task that is later than all tasks in the journal."""
+    return max((int(id.partition("/")[0]) + 1 for id in history if ":" not in id), default=0)
 
 
 def _read_file(path: Path, settings: str, found: JournalContents) -> tuple[int, int]:
@@ -233,9 +246,9 @@ def _read_file(path: Path, settings: str, found: JournalContents) -> tuple[int, 
             case TurnGraded() | Prompted() | TurnCut() if ours:
                 reader.add_mark(record)
             case Assigned() if ours:
-                reader.assign(record.handles)
+                reader.assign(record.handles, record.policies)
             case Trained() if ours:
-                found.trained[record.step] = record.tasks
+                found.trained[record.policy, record.step] = record.tasks
             case Started():
                 reader.forget_handles()
                 ours = record.settings == settings
@@ -265,6 +278,8 @@ class _HistoryReader:
     def __init__(self, history: History) -> None:
         self._history = history
         self._ids: dict[int, str] = {}
+        self._policies: dict[int, str] = {}
+        """By handle, for policies with a name."""
         self._newest: dict[str, int] = {}
         """By response: its newest handle."""
         self._runs: dict[int, TokenRun] = {}
@@ -272,11 +287,12 @@ class _HistoryReader:
 
     def forget_handles(self) -> None:
         """Another controller process begins, and its handles start from 1."""
-        for known in (self._ids, self._newest, self._runs):
+        for known in (self._ids, self._policies, self._newest, self._runs):
             known.clear()
 
-    def assign(self, handles: dict[int, str]) -> None:
+    def assign(self, handles: dict[int, str], policies: dict[int, str]) -> None:
         self._ids.update(handles)
+        self._policies.update(policies)
         self._newest.update((id, handle) for handle, id in handles.items())
 
     def add_mark(self, record: TurnGraded | Prompted | TurnCut) -> None:
@@ -286,9 +302,12 @@ class _HistoryReader:
     def add_tokens(self, frame: Tokens) -> None:
         tokens, logprobs = columns(frame)
         runs, version, end = self._runs, frame.version, 0
+        policies, versions = self._policies, frame.versions
         rows = zip(frame.handles, frame.positions, frame.counts or repeat(1), strict=False)
         for handle, position, count in rows:
             end += count
+            if versions:
+                version = versions.get(policies.get(handle, ""), frame.version)
             run = runs.get(handle)
             if run is not None and count == 1 and run.version == version and run.position + len(run.tokens) == position:
                 run.tokens.append(tokens[end - 1])
@@ -304,7 +323,8 @@ class _HistoryReader:
         run = past[-1] if past else None
         known = run.position + len(run.tokens) - position if isinstance(run, TokenRun) else -1
         if not isinstance(run, TokenRun) or run.finish or run.version != version or not 0 <= known <= len(tokens):
-            run = TokenRun(position=position, tokens=tokens, logprobs=logprobs, version=version)
+            policy = self._policies.get(handle, "")
+            run = TokenRun(position=position, tokens=tokens, logprobs=logprobs, version=version, policy=policy)
             past.append(run)
         else:  # rows may overlap: only the tail is new then
             run.tokens.extend(tokens[known:])

@@ -1,14 +1,14 @@
 """Evaluation on held-out tasks: `eval.samples` responses per task, all from one version of the weights.
 
-Training waits for an evaluation. In asynchronous training, the workers meanwhile generate for the next steps with the
-slots that the evaluation leaves, as far ahead as the bound on staleness allows.
+The training of its policy waits for an evaluation. In asynchronous training, the workers meanwhile generate for the
+next steps with the slots that the evaluation leaves, as far ahead as the bound on staleness allows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from windfall.controller.rollout.stream import Rollout
@@ -28,9 +28,10 @@ class Evaluation:
         held_out: EvaluationTasks | None = None,
         *,
         evaluated: Iterable[int] = (),
+        policy: str = "",
     ) -> None:
-        """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
-        evaluation is in the log."""
+        """`recipe`: as the policy sees it. `held_out`: by default, the recipe's `eval.tasks` tasks, starting at
+        HELD_OUT. `evaluated`: steps whose evaluation is in the log."""
         tasks = recipe.eval.tasks
         self._recipe = recipe
         self._rollout = rollout
@@ -38,6 +39,26 @@ class Evaluation:
         self._held_out = held_out or EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks")
         self._asynchronous = recipe.rollout.staleness > 0
         self.evaluated = set(evaluated)
+        self._policy = policy
+        self._scope: str | None = None
+        """That of the evaluation in progress."""
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise the error in the evaluation that is in progress."""
+        if self._scope is not None:
+            self._rollout.interrupt(error, self._scope)
+
+    def restores(self, scope: str, last: int) -> bool:
+        """Whether the journal's responses of this scope belong to an evaluation that is still due, if the policy
+        continues after the step `last`."""
+        prefix, _, step = scope.removesuffix(":").rpartition("-")
+        if prefix != self._prefix or scope == self._scope:
+            return False
+        return int(step) not in self.evaluated or int(step) > last
+
+    @property
+    def _prefix(self) -> str:
+        return f"eval-{self._policy}" if self._policy else "eval"
 
     def forget_after(self, step: int) -> None:
         """Later steps are trained again, and evaluated again."""
@@ -54,24 +75,27 @@ class Evaluation:
         rewards: dict[int, tuple[float, ...]] = {}
         scores: list[Scores] = []
         lengths: dict[int, int] = {}
-        with self._events.span("eval", step=step):
+        failures = self._rollout.failures.totals.copy()
+        self._scope = f"{self._prefix}-{step}:"
+        with self._events.span("eval", step=step), self._cleared():
             tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
             groups = self._rollout.groups(
                 tasks,
                 size=self._recipe.eval.samples,
                 sampling=sampling,
-                scope=f"eval-{step}:",
+                scope=self._scope,
                 version=step if self._asynchronous else None,
+                counted=False,
             )
             async with aclosing(groups):
-                async for group in groups:
+                async for group in (whole.of(self._policy) async for whole in groups):
                     if group.rewards:
                         rewards[group.index] = group.rewards
                     scores += [response.scores for response in group.responses]
                     counts = [response.sampled_count for response in group.responses]
-                    lengths[group.index] = round(sum(counts) / len(counts))
+                    lengths[group.index] = round(sum(counts) / max(1, len(counts)))
         if not rewards:
-            raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
+            raise self._rollout.failures.no_rewards(f"the evaluation after step {step}", failures)
         all_rewards = [reward for group in rewards.values() for reward in group]
         self._events.scalar(
             "eval",
@@ -86,6 +110,13 @@ class Evaluation:
             **describe_scores(scores),
         )
         self.evaluated.add(step)
+
+    @contextmanager
+    def _cleared(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._scope = None
 
 
 def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,10 @@ class EnvFailures:
     def __init__(self, name: str, events: EventLog) -> None:
         """`name`: that of the environment."""
         self.missing = self.skipped = 0
-        """Responses without a reward, and tasks that could not be used, since the last reset."""
+        """Responses without a reward, and tasks that could not be used, since the last reset, without those of
+        evaluations."""
+        self.totals = Counter[str]()
+        """The same since the start, with those of evaluations, under "missing" and "skipped"."""
         self._name = name
         self._events = events
         self._causes: dict[str, dict[str, _Cause]] = {}
@@ -61,28 +65,32 @@ class EnvFailures:
         """A task was produced and fits the model's context."""
         self._skipped_in_a_row = 0
 
-    def skip(self, index: int, e: EnvFailed) -> None:
-        """Count a task that could not be used. Raises WindfallError after SKIPPED_IN_A_ROW of them."""
-        self.skipped += 1
+    def skip(self, index: int, e: EnvFailed, *, counted: bool = True) -> None:
+        """Count a task that could not be used. Raises WindfallError after SKIPPED_IN_A_ROW of them. `counted`: it
+        belongs to a step."""
+        self.skipped += counted
+        self.totals["skipped"] += 1
         self._skipped_in_a_row += 1
         self._record("task_skipped", e, task=index)
         if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
             raise self._fatal(f"{self._skipped_in_a_row} tasks in a row could not be used", "task_skipped")
 
-    def miss(self, response: str, e: EnvFailed) -> None:
-        """Count a response without a reward."""
-        self.missing += 1
+    def miss(self, response: str, e: EnvFailed, *, counted: bool = True) -> None:
+        """Count a response without a reward. `counted`: it belongs to a step."""
+        self.missing += counted
+        self.totals["missing"] += 1
         self._record("reward_missing", e, response=response)
 
     def retry(self, response: str, e: EnvFailed) -> None:
         """Count a response that got its reward only after a failed try."""
         self._record("reward_retried", e, response=response)
 
-    def no_rewards(self, what: str) -> WindfallError:
-        """The error that ends a run if not one response of `what` got a reward."""
-        if self.missing == 0 and self.skipped:
-            return self._fatal(f"no task of {what} could be used; {self.skipped} were skipped", "task_skipped")
-        return self._fatal(f"no response of {what} got a reward; {self.missing} are missing", "reward_missing")
+    def no_rewards(self, what: str, before: Counter[str]) -> WindfallError:
+        """The error that ends a run if not one response of `what` got a reward. `before`: the totals when it began."""
+        counts = self.totals - before
+        if counts["missing"] == 0 and counts["skipped"]:
+            return self._fatal(f"no task of {what} could be used; {counts['skipped']} were skipped", "task_skipped")
+        return self._fatal(f"no response of {what} got a reward; {counts['missing']} are missing", "reward_missing")
 
     def _record(self, event: str, e: EnvFailed, **subject: Any) -> None:
         causes = self._causes.setdefault(event, {})
@@ -113,6 +121,8 @@ class Grading:
         self._load = load
         self._open: dict[int, float] = {}
         """Calls in progress, and when they were asked for."""
+        self._beside: set[int] = set()
+        """Those of evaluations."""
         self._next = 0
         self._times_s: list[float] = []
         self.errors = self.retried = self.peak = 0
@@ -125,32 +135,38 @@ class Grading:
     def reset(self) -> None:
         self._times_s = []
         self.errors = self.retried = 0
-        self.peak = len(self._open)
+        self.peak = len(self._open) - len(self._beside)
 
     @property
     def mean_s(self) -> float:
         """Seconds from the end of a turn to its reward, including the time in a queue and all tries."""
         return sum(self._times_s) / max(1, len(self._times_s))
 
-    def begin(self, now_s: float) -> int:
+    def begin(self, now_s: float, *, counted: bool = True) -> int:
+        """`counted`: the turn belongs to a step, not to an evaluation."""
         self._next += 1
         self._open[self._next] = now_s
-        self.peak = max(self.peak, len(self._open))
+        if not counted:
+            self._beside.add(self._next)
+        self.peak = max(self.peak, len(self._open) - len(self._beside))
         return self._next
 
     def abandon(self, number: int) -> None:
         """The call has no result, unless it has ended."""
         self._open.pop(number, None)
+        self._beside.discard(number)
 
-    def end(self, number: int, now_s: float, *, tries: int, failed: bool, counted: bool = True) -> None:
-        """`failed`: the last try failed, too. `counted`: the turn belongs to a step, not to an evaluation beside it."""
+    def end(self, number: int, now_s: float, *, tries: int, failed: bool) -> None:
+        """`failed`: the last try failed, too."""
         began_s = self._open.pop(number)
         errors = tries - 1 + failed
-        self.errors += errors
         self.total_errors += errors
+        if number in self._beside:
+            self._beside.remove(number)
+            return
+        self.errors += errors
         self.retried += errors > 0 and not failed
-        if counted:
-            self._times_s.append(now_s - began_s)
+        self._times_s.append(now_s - began_s)
 
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event."""
@@ -196,14 +212,13 @@ class Grader:
     failures: EnvFailures
 
     async def grade(self, id: str, index: int, task: Task, turns: Sequence[Turn], *, counted: bool) -> Graded:
-        """`id`: the response that the turns belong to. `counted`: it belongs to a step, not to an evaluation beside
-        it."""
+        """`id`: the response that the turns belong to. `counted`: it belongs to a step, not to an evaluation."""
         loop, o = asyncio.get_running_loop(), self.options
-        number = self.grading.begin(loop.time())
+        number = self.grading.begin(loop.time(), counted=counted)
         try:
             graded = await grade(self.env, index, task, turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s)
             failed = graded.feedback is None
-            self.grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=counted)
+            self.grading.end(number, loop.time(), tries=graded.tries, failed=failed)
         finally:
             self.grading.abandon(number)
         if graded.failure is not None and not failed:

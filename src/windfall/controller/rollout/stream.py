@@ -24,7 +24,7 @@ produce, or whose prompt leaves no room for a response, is skipped and counts as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -109,14 +109,15 @@ class Rollout:
         self.grading.reset()
         self.failures.reset()
 
-    def load_history(self, history: History, needed: Callable[[str], bool]) -> None:
-        """Use the journal's history of the responses that are still needed."""
-        self.history = {id: past for id, past in history.items() if needed(id)}
+    def forget_history(self, needed: Callable[[int], bool]) -> None:
+        """Keep the journal's history of tasks that are still needed. Ids of an evaluation have a scope, and stay."""
+        self.history = {id: past for id, past in self.history.items() if ":" in id or needed(int(id.partition("/")[0]))}
 
-    def interrupt(self, error: BaseException | None = None) -> None:
-        """Raise the error in every stream at once. Without an error: raise Stopped, also in every later stream."""
+    def interrupt(self, error: BaseException | None = None, scope: str | None = None) -> None:
+        """Raise the error at once in every stream, or in those of this scope. Without an error: raise Stopped, also in
+        every later stream."""
         self.stopped |= error is None
-        for stream in self.streams:
+        for stream in [s for s in self.streams if scope in (None, s.scope)]:
             stream.inbox.put_nowait(error or Stopped())
 
     def stream(self, **options: Any) -> Stream:
@@ -126,15 +127,17 @@ class Rollout:
         return Stream(self, **options)
 
     async def groups(
-        self, tasks: Sequence[int], *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
-    ) -> AsyncGenerator[Group]:
-        """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
+        self, tasks: Sequence[int], *, size: int, sampling: Sampling, scope: str = "", version: int | None = None,
+        counted: bool = True,
+    ) -> AsyncGenerator[Group]:  # fmt: skip
+        """Yield the groups of these task numbers as they complete. For `scope`, `version` and `counted` see Stream."""
         arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
         stream = self.stream(
             size=size,
             sampling=sampling,
             scope=scope,
             version=version,
+            counted=counted,
             on_group=arrived.put_nowait,
             on_skipped=arrived.put_nowait,
         )
@@ -176,12 +179,14 @@ class Stream:
         on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
         scope: str = "",
         version: int | None = None,
+        counted: bool = True,
     ) -> None:
         """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
         the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
-        from any version in the version window."""
+        from any version in the version window. `counted`: tokens, turns and failures count in the totals of a step;
+        those of an evaluation do not."""
         self._rollout = rollout
         self._dispatch = rollout.dispatch
         self._size = size
@@ -189,10 +194,9 @@ class Stream:
         self._on_group = on_group
         self._on_skipped = on_skipped
         self._on_too_old = on_too_old
-        self._scope = scope
+        self.scope = scope
         self._version = version
-        self._counted = version is None
-        """Tokens and turns count in the totals of a step. Those of an evaluation in asynchronous training do not."""
+        self._counted = counted
         self._oldest = -1
         """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -258,14 +262,14 @@ class Stream:
             self._on_group(Group(index=group.index, task=group.task, responses=responses))
 
     def _forget(self, index: int) -> None:
-        self._dispatch.group_done(f"{self._scope}{index}", self._size)
+        self._dispatch.group_done(f"{self.scope}{index}", self._size)
 
     # Responses that became too old.
 
-    def expire(self, oldest: int) -> None:
+    def expire(self, oldest: Mapping[str, int]) -> None:
         """Drop the open responses that have a token of an older version: they can no longer be trained on. This also
-        holds for what the journal has of responses that are opened later."""
-        self._oldest = oldest
+        holds for what the journal has of responses that are opened later. `oldest`: by policy."""
+        self._oldest = min(oldest.values())
         self._drop_too_old(list(self._live))
 
     def _drop_too_old(self, ids: Sequence[str]) -> None:
@@ -287,14 +291,15 @@ class Stream:
         self._end_sessions(*ids)
         self._dispatch.withdraw(ids)
 
-    def not_begun(self) -> list[int]:
+    def not_begun(self, policy: str = "") -> list[int]:
         """The open tasks of which nothing was generated or assigned to a worker yet."""
+        del policy  # a response has tokens of one policy
         begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
         open_groups = {group.index: group for _, group in self._live.values()}
         for id, (_, group) in self._live.items():
             if group.responses or group.dropped or self._has_begun(id):
-                begun.add(f"{self._scope}{group.index}")
-        return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
+                begun.add(f"{self.scope}{group.index}")
+        return [index for index in (*self._drawing, *open_groups) if f"{self.scope}{index}" not in begun]
 
     def drop(self, ids: Sequence[str]) -> None:
         sampled = {id: self._sampled(id) for id in ids}
@@ -348,14 +353,14 @@ class Stream:
             task = drawn.result()
             prompt = self._prompt(task)
         except EnvFailed as e:
-            self._rollout.failures.skip(index, e)
+            self._rollout.failures.skip(index, e, counted=self._counted)
             self._on_skipped(index)
             return
         self._rollout.failures.usable()
         group = OpenGroup(index, task, self._size)
         for sibling in range(self._size):
-            self._open_response(f"{self._scope}{index}/{sibling}", group, prompt)
-        self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
+            self._open_response(f"{self.scope}{index}/{sibling}", group, prompt)
+        self._drop_too_old([id for n in range(self._size) if (id := f"{self.scope}{index}/{n}") in self._live])
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         episode = Episode(
@@ -516,7 +521,7 @@ class Stream:
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""
-        self._rollout.failures.miss(episode.id, e)
+        self._rollout.failures.miss(episode.id, e, counted=self._counted)
         return episode.close(None)
 
     def _finish(self, response: Response) -> None:
@@ -527,7 +532,7 @@ class Stream:
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
             self._rollout.restored_tokens += restored
-            if not self._scope:
+            if not self.scope:
                 self._rollout.on_finished(group.task, response)
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)

@@ -1,9 +1,11 @@
 """Decides how many tasks may be open and which finished groups are trained on. No clock, no I/O.
 
-    admit() ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
-                 │                     └──── too old ──▶ dropped
-                 ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
-                 └── finish(informative=False): nothing can be learned from it (dynamic sampling)
+    admit ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
+               │                     └──── too old ──▶ dropped
+               ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
+               └── finish(informative=False): nothing can be learned from it (dynamic sampling)
+
+There is one Admission for each policy that is trained. `TaskGate` (task_gate.py) has them admit tasks together.
 
 In step s + 1, the trainer is at version s. The staleness of a response in that step is s minus the oldest version among
 its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
@@ -56,7 +58,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -230,19 +232,47 @@ class Admission:
         """Tasks that were admitted and have been neither taken nor given up."""
         return tuple(sorted({*self._again, *self._open, *self._ready}))
 
-    def admit(self) -> list[int]:
-        """The tasks to open now."""
-        new, again = self.capacity, len(self._again)
+    @property
+    def done(self) -> bool:
+        """All steps are made."""
+        return self.version >= self.steps
+
+    def will_admit(self) -> Callable[[int], bool]:
+        """Whether a task is admitted later, as of now."""
+        if self.done:
+            return lambda index: False
+        again, next_task = frozenset(self._again), self.next_task
+        return lambda index: index >= next_task or index in again
+
+    def is_open(self, index: int) -> bool:
+        return index in self._open
+
+    def admit_again(self) -> list[int]:
+        """Admit tasks that were open when the run was interrupted, and return them."""
+        count = len(self._again)
         if self.staleness == 0 and not self._planned:  # the bound may have been above 0 before the run was resumed
-            again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
-        tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
-        self.next_task += new
+            count = max(0, min(count, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
+        return self._admit([self._again.popleft() for _ in range(count)])
+
+    def admit_new(self, count: int) -> list[int]:
+        """Admit the next tasks, and return them. `count` must not exceed the capacity."""
+        first, self.next_task = self.next_task, self.next_task + count
+        return self._admit([*range(first, self.next_task)])
+
+    def _admit(self, tasks: list[int]) -> list[int]:
         versions = {task: min(self.version, self._restored.pop(task, self.version)) for task in tasks}
         self._open |= versions
         self._held.update(versions.values())
-        if self._in_order:
+        if self._in_order:  # a task that is reopened keeps its first place, and its second one is skipped
             self._order.extend(tasks)
         return tasks
+
+    def reopen(self) -> None:
+        """Generation was interrupted: admit the open tasks again, before others."""
+        self._restored |= self._open
+        self._held.subtract(self._open.values())
+        self._again = deque(sorted({*self._again, *self._open}))
+        self._open = {}
 
     def dismiss(self, index: int) -> None:
         """The environment cannot produce this task."""
@@ -254,8 +284,9 @@ class Admission:
         self._held[self._open.pop(index)] -= 1
 
     def not_begun(self, tasks: Iterable[int]) -> None:
-        """These open tasks have no token yet, and their first one will be of the current version or a newer one."""
-        for index in tasks:
+        """These tasks have no token yet, and their first one will be of the current version or a newer one. Those that
+        are not open are ignored."""
+        for index in self._open.keys() & set(tasks):
             self._held[self._open[index]] -= 1
             self._open[index] = self.version
             self._held[self.version] += 1
@@ -283,13 +314,14 @@ class Admission:
         """Tasks that this step took when it was trained the first time and has not taken again yet; None if it has no
         plan and chooses its own."""
         planned = self._planned.get(self.version + 1)
-        while planned and not self._is_held(planned[0]):
+        while planned and not self.is_held(planned[0]):
             planned.popleft()  # it is no longer available, for example because the journal was damaged
         if planned is not None and not planned and not self.taken:
             return None  # nothing is left of the plan
         return planned
 
-    def _is_held(self, index: int) -> bool:
+    def is_held(self, index: int) -> bool:
+        """Whether the task is open or ready, or will be admitted again."""
         return index in self._open or index in self._ready or index in self._again
 
     def take(self) -> Group | None:
@@ -318,7 +350,7 @@ class Admission:
         if planned is not None:
             return planned.popleft() if planned[0] in self._ready else None
         if self._in_order:
-            while self._order and not self._is_held(self._order[0]):
+            while self._order and not self.is_held(self._order[0]):
                 self._order.popleft()
             return self._order.popleft() if self._order and self._order[0] in self._ready else None
         while self._oldest:

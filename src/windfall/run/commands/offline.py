@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     failures = asyncio.run(collect())
     if not results.rewards:
-        raise failures.no_rewards(f"{tasks} held-out tasks")
+        raise failures.no_rewards(f"{tasks} held-out tasks", Counter())
     for _, example in sorted(results.shown.items()):
         out.print(example)
     _print_rewards(out, recipe, results, described.description, responses=tasks * size)

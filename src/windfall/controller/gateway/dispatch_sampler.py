@@ -176,7 +176,7 @@ class DispatchSampler:
         """By episode whose turn is being generated."""
 
     def vocabulary(self, policy: str) -> int:
-        return self._dispatch.ledger.vocabulary
+        return self._dispatch.ledger.vocabularies[policy]
 
     # Sessions, for their owner.
 

@@ -25,7 +25,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from windfall import algorithms, devices, errors
@@ -105,7 +104,9 @@ class RankPart:
     publisher: Publisher
     weights: TrainedWeights
     published: m.PublishedFiles
-    """What workers can read. The location of this rank's own server is left empty."""
+    """What workers can read."""
+    address = ""
+    """Of its weight server, on the first rank of a machine."""
     pids: list[int]
     """Processes of all ranks, in order."""
     uploads: BucketUploads | None = None
@@ -161,7 +162,7 @@ class RankPart:
             read_here=ranks.distributed and recipe.fleet.local and not self.several_machines,
         )
         if self.place.machine and self.place.local_rank == 0:
-            self.publisher.address = serve_weights(self.publisher, recipe, self.place.host)
+            self.address = serve_weights(self.publisher, recipe, self.place.host)
         if setup.bucket and self.place.local_rank == 0:
             store = BucketStore(recipe.weights.bucket, setup.bucket)
             self.uploads = BucketUploads(store, lambda done: self.report(done), first=self.place.rank == 0)
@@ -178,11 +179,9 @@ class RankPart:
     def publish(self, version: int, order: m.Publish) -> Any:
         """Publish the present weights as this version. Returns their manifest."""
         manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=order.pack)
-        mine = m.HolderFiles(
-            location=self.publisher.address, holds=self.publisher.files.describe(), machine=buffers.machine()
-        )
+        mine = m.HolderFiles(location=self.address, holds=self.publisher.files.describe(), machine=buffers.machine())
         holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
-        self._upload(order.keep, order.wrong)
+        self._upload(order.keep)
         bucket = ""
         if self.uploads is not None:
             bucket = self.uploads.store.location
@@ -198,7 +197,7 @@ class RankPart:
         held = self.uploads.holds() if self.uploads is not None else ()
         self._upload([each.file.digest for each in held], files)
 
-    def _upload(self, keep: Collection[str], wrong: Collection[str]) -> None:
+    def _upload(self, keep: Collection[str], wrong: Collection[str] = ()) -> None:
         """Upload the newest version to the bucket, if there is one. All machines upload the same files."""
         if not self.recipe.weights.bucket:
             return
@@ -342,7 +341,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     server = await serve(
         part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
-    url = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
+    part.address = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialer = Dialer(
@@ -362,10 +361,10 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         state=loaded.state,
         secret=secret,
         dialer=dialer,
-        hello=_hello(loaded, part, url),
+        hello=_hello(loaded, part),
         engine=part.engine,
         publish=lambda version, order: orders.call(part.publish, version, order),
-        weights=lambda: _located(part.published, url),
+        weights=lambda: part.published,
         upload_again=lambda files: orders.call(part.upload_again, files),
         save=lambda now: _save(loaded, part, now),
         load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
@@ -448,14 +447,8 @@ def _build(loaded: LoadedRun, part: RankPart, token: str) -> None:
             loaded.reference.to("meta")
 
 
-def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:
-    """With the address of the weight server of rank 0."""
-    holders = (msgspec.structs.replace(each, location=each.location or url) for each in files.holders)
-    return msgspec.structs.replace(files, holders=tuple(holders))
-
-
-def _hello(loaded: LoadedRun, part: RankPart, url: str) -> Callable[..., m.TrainerHello]:
-    """From the fields of the handshake to what rank 0 says to the controller. `url`: the weight server."""
+def _hello(loaded: LoadedRun, part: RankPart) -> Callable[..., m.TrainerHello]:
+    """From the fields of the handshake to what rank 0 says to the controller."""
     chosen = loaded.chosen
     if not part.trainer.learner.has_graph:  # it decides for every pack which activations to keep
         chosen = replace(chosen, checkpoint_activations=False)

@@ -4,14 +4,16 @@ in one batch, and one new token for every running response, or several if tokens
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
+from windfall.engine.held_policies import PolicyWeights
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
 from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, widest
@@ -92,6 +94,12 @@ class TorchEngine(PagedEngine):
         if self._drafts is not None:
             self._learn(work, chunks, time.monotonic() - began_s, searched_s)
         return chunks
+
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
+        keeps_base = weights is not None and PolicyWeights.of(weights).base is None
+        if not (self.capabilities.adapters and keeps_base):
+            self._runner.forget_weights()
+        super().swap(version, weights, policy=policy)
 
     def cancel(self, id: str) -> None:
         super().cancel(id)

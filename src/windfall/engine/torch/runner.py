@@ -22,6 +22,7 @@ from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.adapters import TorchAdapters
 from windfall.engine.torch.arena import TenantKV
+from windfall.engine.torch.prepacked import drop_copies, prepacked
 from windfall.engine.torch.sampler import sample
 from windfall.models.attention import Block, Paged, cache_shapes
 from windfall.types import Sampling
@@ -57,7 +58,7 @@ class Runner:
     ) -> None:
         """`kv`: memory that another engine shares; by default, the runner allocates its own. `adapters`: rows may use
         adapters."""
-        self.model = model
+        self.model = model if deterministic else prepacked(model)
         self.adapters = TorchAdapters(self.model, whole=deterministic) if adapters else None
         if self.adapters is not None:
             self.model = self.adapters.tree
@@ -86,8 +87,13 @@ class Runner:
     def free(self) -> None:
         """Return the memory of the KV cache to the device. The contents are lost."""
         self.pools = None
+        self.forget_weights()
         if self._kv is None and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def forget_weights(self) -> None:
+        """The model has other weights, or will have them before the next step."""
+        drop_copies(self.model)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:

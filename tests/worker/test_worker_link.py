@@ -53,6 +53,9 @@ class Pulls:
         self.given_up: list[int] = []
         self.holds: set[int] = set()
         """Versions whose pull returns only after it is asked to give up."""
+        self.ends = threading.Event()
+        """Unless it is set, they do not return then, either."""
+        self.ends.set()
         self.fails: dict[int, str] = {}
         self.tensors: Any = {"good": 1}
         self._alone = threading.Lock()
@@ -64,6 +67,7 @@ class Pulls:
             self.loads.append(load)
             if load.version in self.holds:
                 assert give_up.wait(WAIT_S)
+                assert self.ends.wait(WAIT_S)
                 self.given_up.append(load.version)
                 raise TimeoutError("given up")
             if load.version in self.fails:
@@ -133,11 +137,14 @@ def test_a_route_that_comes_before_the_pull_of_its_load_is_used() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             rig.pulls.holds.add(1)
+            rig.pulls.ends.clear()
             file = m.FileRef(digest="d2", nbytes=9)
             await rig.send(load(1), m.Routed(file="d2", route=route("too early")))
             await rig.until(lambda: rig.pulls.asked, "the first pull has begun")
             wanted = m.Load(version=2, digest="d2", files=(m.FileRoute(file=file, route=route("gone")),))
             await rig.send(wanted, m.Routed(file="d2", route=route("b")), m.Routed(file="other", route=route("c")))
+            await rig.until(lambda: len(rig.session._routed) == 2, "both routes have arrived")
+            rig.pulls.ends.set()
             assert isinstance(await rig.next(), m.Loaded)
             assert [each.route for each in rig.pulls.loads[1].files] == [route("b")]
             rig.pulls.fails[2] = "once more"

@@ -92,7 +92,7 @@ class Run:
         self.dispatch.set_offer(Offer(version=version, digest=f"{policy}{version}"), policy=policy)
 
     def open(self, policy: str, *ids: str) -> None:
-        owner = FunctionOwner(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
+        owner: Any = FunctionOwner(turn_ended=self.ended.append, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
         for id in ids:
             episode = Episode(
                 id=id, prompt=(5, 6), seed=1, max_tokens=MAX_TOKENS, sampling=Sampling(), stop=frozenset({0}),
@@ -377,3 +377,31 @@ def test_a_policy_whose_trainer_comes_later_is_loaded_when_it_has_work(tmp_path:
         assert [policy for policy, _ in a.work.values()] == ["verifier"]
 
     play(tmp_path, scene, staleness=0, published=["solver"])
+
+
+def test_the_base_of_two_adapters_is_read_once(tmp_path: Path) -> None:
+    base = m.FileRef(digest="base", nbytes=100)
+
+    def publish(run: Run, policy: str, port: int) -> None:
+        adapter = m.FileRef(digest=f"{policy}1", nbytes=10, before="base")
+        holds = (m.Holding(file=base), m.Holding(file=adapter))
+        files = m.PublishedFiles(
+            version=1, digest=adapter.digest, files=(base, adapter),
+            holders=(m.HolderFiles(location=f"http://_:{port}", holds=holds),),
+        )  # fmt: skip
+        run.dispatch.set_offer(Offer(version=1, digest=adapter.digest), files, policy=policy)
+
+    async def scene(run: Run) -> None:
+        publish(run, "solver", 98)
+        a = await run.join("a", base="solver")
+        assert [each.file.digest for each in a.loads[0].files] == ["base", "solver1"]
+        await a.load()
+        await run.settle()
+        publish(run, "verifier", 99)
+        await run.settle()
+        assert [each.policy for each in a.loads] == ["verifier"]
+        assert [each.file.digest for each in a.loads[0].files] == ["verifier1"], "it has the base"
+        b = await run.join("b", base="solver")
+        assert [len(each.files) for each in b.loads] == [2, 2], "a new worker may begin with either"
+
+    play(tmp_path, scene, published=())

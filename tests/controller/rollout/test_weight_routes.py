@@ -169,9 +169,9 @@ def test_the_next_in_line_goes_on_when_a_worker_is_lost(tmp_path: Path) -> None:
 
 def test_a_controller_that_starts_again_learns_what_workers_hold(tmp_path: Path) -> None:
     async def part(fleet: Fleet) -> None:
-        whole = Worker(fleet, "whole", version=2, digest="c2", holds=(m.Holding(file=COPIES[2]),))
+        whole = Worker(fleet, "whole", held={"": (2, "c2")}, holds=(m.Holding(file=COPIES[2]),))
         half = Worker(fleet, "half", holds=(m.Holding(file=COPIES[2], ranges=((0, 8 * GB),)),))
-        old = Worker(fleet, "old", version=1, digest="c1", holds=(m.Holding(file=COPIES[1]),))
+        old = Worker(fleet, "old", held={"": (1, "c1")}, holds=(m.Holding(file=COPIES[1]),))
         await asyncio.sleep(0.01)
         fleet.offer(2)
         assert (await whole.load())[0].files == ()

@@ -254,8 +254,11 @@ class Directory:
 
     def hold(self, reader: str, file: m.FileRef) -> None:
         """The reader has this file, though another directory has sent it there: the base of several adapters."""
-        if self.knows(reader) and (known := self._files.get(file.digest)) is not None:
-            known.held[reader] = WHOLE
+        if self.knows(reader):
+            holding, early = m.Holding(file=file), self._early.setdefault(reader, [])
+            self._hold(reader, [holding])
+            if file.digest not in self._files and holding not in early:
+                early.append(holding)
 
     def stopped(self, *readers: str) -> None:
         """Their loads have failed, or others follow. Their followers get other routes. To stop many at once is cheaper

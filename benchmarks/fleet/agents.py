@@ -231,9 +231,9 @@ class OneAtATime(Engine):
         with self._lock:
             self._engine.cancel(id)
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         with self._lock:
-            self._engine.swap(version, weights)
+            self._engine.swap(version, weights, policy=policy)
 
 
 class Sessions:

@@ -154,7 +154,7 @@ def shares(profiler: cProfile.Profile, lines: int = 8) -> None:
 async def over_links(folder: Path, *, links: int, each: int, count: int, rounds: int, journaled: bool) -> Taken:
     d = dispatch(folder, journaled)
     gate = Gate("benchmark", TOKEN, log=d._events.instant, max_workers=links)
-    gate.terms = Terms(model="m", engine=ENGINE, heartbeat_s=1.0)
+    gate.terms = {"": Terms(model="m", engine=ENGINE, heartbeat_s=1.0)}
     route = Route(
         receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=lambda link: gate.worker(link, d.attend)
     )  # fmt: skip

@@ -92,7 +92,7 @@ class Pretender(Engine):
     def cancel(self, id: str) -> None:
         self._running.pop(id, None)
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self.version = version
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
     rng, out = random.Random(seed), Losses()
     d = Dispatch(events=EventLog(folder / "events.jsonl"))
     gate = Gate("benchmark", TOKEN, log=d._events.instant, max_workers=100)
-    gate.terms = Terms(model="m", engine=ENGINE, heartbeat_s=0.3)
+    gate.terms = {"": Terms(model="m", engine=ENGINE, heartbeat_s=0.3)}
     route = Route(
         receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=lambda li: gate.worker(li, d.attend)
     )

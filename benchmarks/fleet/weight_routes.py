@@ -210,9 +210,9 @@ def trainer(pipe: Connection, mib: int, address: str, bucket: str, only_bucket: 
 def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None:
     from windfall.controller.directory.directory import Directory
     from windfall.controller.directory.traffic import TrafficPrices
-    from windfall.controller.rollout.assignment import Offer
     from windfall.controller.rollout.dispatch import Dispatch
     from windfall.controller.scheduling.members import Patience, WorkerState
+    from windfall.controller.scheduling.versions import Offer, PolicyVersions
     from windfall.events.log import EventLog
     from windfall.link import messages as m
     from windfall.link.gate import Gate, Terms
@@ -222,9 +222,10 @@ def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None
         events = EventLog(Path(folder) / "events.jsonl")
         directory = Directory(TrafficPrices(), peers="all" if peers else "none", region=region)
         patience = Patience(suspect_s=60, gone_s=120)
-        dispatch = Dispatch(events=events, patience=patience, directory=directory, staleness=1)  # loads at once
+        versions = [PolicyVersions(staleness=1)]  # loads at once
+        dispatch = Dispatch(events=events, patience=patience, directories={"": directory}, versions=versions)
         gate = Gate("benchmark", TOKEN, log=events.instant, max_workers=readers)
-        gate.terms = Terms(model="model", engine=engine_spec(), heartbeat_s=1.0)
+        gate.terms = {"": Terms(model="model", engine=engine_spec(), heartbeat_s=1.0)}
         route = Route(
             receives=m.FromWorker,
             max_frame_bytes=m.MAX_FRAME_BYTES,

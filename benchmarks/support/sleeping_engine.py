@@ -77,8 +77,8 @@ class SleepingEngine(Engine):
             id=id, position=position, tokens=(next_token,), logprobs=(-1.0,), version=self.version, finish=finish
         )  # fmt: skip
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        del weights
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
+        del weights, policy
         self.version = version
         self._prompts.clear()
         self._prefill = sum(len(row.request.prompt) + row.generated for row in self._rows.values())

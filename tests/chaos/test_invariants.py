@@ -29,8 +29,9 @@ from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling import admission
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Members, VersionWindow, WorkerState
+from windfall.controller.scheduling.members import Members, WorkerState
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.training import TrainerLost
@@ -100,11 +101,12 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
 def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     real = Loading.request
 
-    def request(self: Loading, member: Any) -> None:
-        real(self, member)
-        member.version, member.digest = member.requested
+    def request(self: Loading, member: Any, policy: str) -> None:
+        real(self, member, policy)
+        held = member.held[policy]
+        held.version, held.digest = held.requested
 
-    def routable(self: Members, window: VersionWindow) -> list[Any]:
+    def routable(self: Members, versions: PolicyVersions) -> list[Any]:
         states = (WorkerState.READY, WorkerState.PULLING)
         return [m for m in self.all.values() if m.state in states and m.slots and not m.suspect]
 

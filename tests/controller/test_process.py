@@ -294,7 +294,7 @@ def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path, gap: float, wh
             it.dispatch.members.join("local-1", Lease(), 0.0).engine = Capabilities(name="cuda")
             it._set_terms(hello)
             for step in (1, 2):
-                kinds.append(it.gate.terms.engine.kv_dtype)  # pyright: ignore
+                kinds.append(it.gate.terms[""].engine.kv_dtype)  # pyright: ignore
                 it.life.leave_fp8(step, gap)
             draining = [w.id for w in it.dispatch.members.here() if w.state is WorkerState.DRAINING]
             assert draining == ([] if resumed else ["w"]), "a lender and the engine of a rank have no cache in fp8"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.adapter_case import RANK, given, random_adapter
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.engine.base import Engine
@@ -73,10 +74,14 @@ def graph_engine_of_copy(model: Any, **options: Any) -> Engine:
 
 
 @SPECULATION
+@pytest.mark.parametrize("adapters", [0, 1, 3])
 @pytest.mark.parametrize("make", [engine, graph_engine_of_copy], ids=["torch", "cuda"])
-def test_every_method(model: Any, make: Any, speculation: bool) -> None:
+def test_every_method(model: Any, make: Any, speculation: bool, adapters: int) -> None:
+    """With adapters, the responses are those of a policy without one, beside others (test_adapters.py has them)."""
     expected = {id: tokens(chunks) for id, chunks in drain(engine(model), requests(3, longest=20)).items()}
-    e = make(model, speculation=speculation)
+    e = make(model, speculation=speculation, adapters=adapters, adapter_rank=RANK)
+    for policy in ("", "solver", "verifier")[:adapters]:
+        e.swap(0, given(model, random_adapter(model, 1) if policy else {}, loaded=True), policy=policy)
     for group, id in (("g0", "0"), ("g0", "elsewhere"), ("", "alone")):
         e.remember(group, id, 0, expected["2"])
         e.remember(group, id, len(expected["2"]), (5, 6))

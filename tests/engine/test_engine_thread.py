@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.hashing_engine import Hashing
 from windfall.engine.base import Counters
-from windfall.engine.engine_thread import EngineThread
+from windfall.engine.engine_thread import EngineThread, tokens_frame
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Tokens, Work, columns
 from windfall.types import Chunk, Request, Sampling
@@ -49,7 +49,7 @@ class Gated(Hashing):
         self._note(f"cancel {id}")
         super().cancel(id)
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self._note(f"swap {version}")
         if weights:
             raise WindfallError("version does not fit the model")
@@ -143,7 +143,7 @@ def test_frame_has_all_responses_and_finish_reasons(rig: Rig) -> None:
     assert (second.handles, second.positions, second.finished) == ((2,), (10,), {0: "length"})
     assert [len(columns(f)[0]) for f in (first, second)] == [2, 1]
     rig.done()
-    assert (len(rig.engine), rig.host._running) == (0, set())
+    assert (len(rig.engine), rig.host._running) == (0, {})
     assert rig.host.stats().made == 3
 
 
@@ -292,3 +292,37 @@ def test_stats_show_a_stuck_engine(rig: Rig) -> None:
     rig.step()
     assert (rig.host.stats().steps, rig.host.stats().made) == (1, 1)
     assert rig.host.stats().idle_s < 500
+
+
+def test_frame_has_the_version_of_every_policy() -> None:
+    chunks = [
+        Chunk(id=str(n), position=n, tokens=(5,), logprobs=(-0.5,), version=version) for n, version in ((1, 4), (2, 7))
+    ]
+    frame = tokens_frame(chunks, {1: "solver", 2: "verifier", 3: "reference"})
+    assert (frame.versions, frame.version_of("solver"), frame.version_of("reference")) == (
+        {"solver": 4, "verifier": 7}, 4, None,
+    )  # fmt: skip
+    alone = tokens_frame(chunks[:1])
+    assert (alone.version, alone.versions) == (4, {})
+
+
+def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped(rig: Rig) -> None:
+    errors: list[BaseException | None] = []
+    rig.engine.swap = Swaps()
+    rig.host.swap(1, None, errors.append, policy="solver")
+    rig.host.swap(1, {"breaks": 1}, errors.append, policy="verifier")
+    rig.host.swap(2, None, errors.append, policy="solver")
+    rig.host.add([work(1)])
+    rig.done()
+    assert [type(e) for e in errors] == [type(None), RuntimeError, type(None)]
+    assert not rig.engine.stepping.is_set()
+    rig.host.swap(1, None, errors.append, policy="verifier")
+    rig.step()
+
+
+class Swaps:
+    """A swap that fails if it is given weights."""
+
+    def __call__(self, version: int, weights: Any = None, *, policy: str = "") -> None:
+        if weights:
+            raise RuntimeError("out of memory in the middle of the copy")

@@ -46,6 +46,19 @@ def test_cache_uses_only_its_share_of_free_memory(
     assert factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
 
 
+def test_engine_is_built_for_adapters_and_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "self_test", lambda *_: "")
+    wanted = spec(adapters=2, adapter_rank=4)
+    model = factory.build_model(wanted, "cpu")
+    matrices = [p for name, p in model.named_parameters() if "layers" in name and p.dim() == 2]
+    room = 2 * 4 * 4 * sum(sum(p.shape) for p in matrices)
+    assert factory.adapter_bytes(wanted, model) == room > 0
+    monkeypatch.setattr(factory, "free_bytes", lambda device: 400 * TOKEN_BYTES + room)
+    engine, _ = factory.build_engine(wanted, "cpu", model=model, share=0.5)
+    assert (engine.capabilities.adapters, engine.versions, engine.kv_tokens) == (2, {}, 208)  # whole pages
+    assert factory.adapter_bytes(spec(), model) == 0
+
+
 def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:

@@ -100,13 +100,13 @@ class OpenGate:
         self.gate = Gate(
             RUN, TOKEN, log=log or self._log, max_workers=max_workers, trainer_secret=SECRET, borrows=borrows
         )  # fmt: skip
-        self.gate.terms = Terms(model=MODEL, engine=engine(), heartbeat_s=1.0, stalled_s=60.0)
+        self.gate.terms = {"": Terms(model=MODEL, engine=engine(), heartbeat_s=1.0, stalled_s=60.0)}
 
     def _log(self, name: str, **fields: Any) -> None:
         assert name == "refused"
         self.logged.append(fields)
 
-    async def serve(self, link: Link, hello: m.Hello) -> None:
+    async def serve(self, link: Link, hello: m.Hello, base: str) -> None:
         self.links[hello.name] = link
         messages = self.received.setdefault(hello.name, [])
         while True:

@@ -71,7 +71,7 @@ async def replayed(open_gate: OpenGate) -> str:
 def trainer_hello(open_gate: OpenGate, nonce: bytes = b"n" * 32, proof: bytes = b"p" * 32) -> m.TrainerHello:
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=nonce, proof=proof, step=0, next_task=0, micro_tokens=1, model="x",
-        engine=open_gate.gate.terms.engine, version=0, digest="", facts={},
+        engine=open_gate.gate.terms[""].engine, version=0, digest="", facts={},
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[OpenGate], Awaitable[str]], str]] = {
         f"99, this run uses {m.PROTOCOL}: ins",
     ),
     "wrong model": (
-        lambda d: send_hello(d, lambda c: d.hello(c, model="model-2")),
+        lambda d: send_hello(d, lambda c: d.hello(c, model="model-2", lends=True)),
         "trains model model-1, this worker has",
     ),
     "empty name": (lambda d: send_hello(d, lambda c: d.hello(c, name="")), "name must be 1 to 64"),
@@ -192,7 +192,7 @@ def test_run_that_borrows_from_none_refuses_lenders(open_gate: OpenGate) -> None
 def test_worker_is_asked_to_retry_before_the_model_is_known(open_gate: OpenGate) -> None:
     async def run() -> None:
         async with open_gate().open() as d:
-            d.gate.terms = None
+            d.gate.terms = {}
             link, challenge = await d.dial()
             await link.send(d.hello(challenge))
             answer = await link.receive()
@@ -219,7 +219,7 @@ def test_refusals_are_logged_with_a_rate_limit(open_gate: OpenGate) -> None:
             for turn in range(8):
                 models = [f"model-{n}" for n in range(10 * turn + 2, 10 * turn + 12)]
                 reasons = await asyncio.gather(
-                    *(send_hello(d, lambda c, model=model: d.hello(c, model=model)) for model in models)
+                    *(send_hello(d, lambda c, model=model: d.hello(c, model=model, lends=True)) for model in models)
                 )
                 assert all(model in why for model, why in zip(models, reasons, strict=True))  # each gets its reason
             most = gate.MAX_LOGGED_PER_S * (1 + math.ceil(time.monotonic() - started))
@@ -385,12 +385,12 @@ def test_only_the_trainers_process_may_be_named_local(knows: str, accepted: bool
     async def main() -> None:
         names: list[str] = []
 
-        async def serve(link: object, hello: m.Hello) -> None:
+        async def serve(link: object, hello: m.Hello, base: str) -> None:
             names.append(hello.name)
 
         gated = Gate("run", "the token", log=lambda name, **fields: None, max_workers=9, trainer_secret="its secret")
         engine: Any = None
-        gated.terms = Terms(model="m", engine=engine, heartbeat_s=1.0)
+        gated.terms = {"": Terms(model="m", engine=engine, heartbeat_s=1.0)}
         ours, theirs = pair()
         serving = asyncio.create_task(gated.worker(ours, serve))
         challenge: Any = await theirs.receive()
@@ -407,7 +407,7 @@ def test_only_the_trainers_process_may_be_named_local(knows: str, accepted: bool
 
 def test_without_a_trainer_secret_no_worker_may_be_named_local() -> None:
     async def main() -> None:
-        async def serve(link: object, hello: m.Hello) -> None:
+        async def serve(link: object, hello: m.Hello, base: str) -> None:
             raise AssertionError("accepted")
 
         gated = Gate("run", "the token", log=lambda name, **fields: None, max_workers=9)
@@ -429,7 +429,7 @@ def test_worker_that_was_welcomed_with_old_terms_dials_again() -> None:
     async def main() -> None:
         served: list[str] = []
 
-        async def serve(link: object, hello: m.Hello) -> None:
+        async def serve(link: object, hello: m.Hello, base: str) -> None:
             served.append(hello.name)
 
         def terms(model: str) -> Terms:
@@ -437,7 +437,7 @@ def test_worker_that_was_welcomed_with_old_terms_dials_again() -> None:
             return Terms(model=model, engine=engine, heartbeat_s=1.0)
 
         gated = Gate("run", "the token", log=lambda name, **fields: None, max_workers=9)
-        gated.terms = terms("old")
+        gated.terms = {"": terms("old")}
 
         async def dial() -> tuple[Any, Any]:
             """The worker's link and its Welcome. The terms change while that is being sent."""
@@ -447,7 +447,7 @@ def test_worker_that_was_welcomed_with_old_terms_dials_again() -> None:
             async def slow(message: object) -> None:
                 await send(message)
                 if isinstance(message, m.Welcome):
-                    gated.terms = terms("new")
+                    gated.terms = {"": terms("new")}
 
             ours.send = slow  # pyright: ignore
             serving = asyncio.create_task(gated.worker(ours, serve))

@@ -187,7 +187,7 @@ def trainer_hello(open_gate: OpenGate, challenge: m.Challenge, secret: str) -> m
     nonce = auth.nonce()
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=nonce, proof=auth.proof(secret, "trainer", challenge.run, challenge.nonce, nonce),
-        step=0, next_task=0, micro_tokens=1, model="x", engine=open_gate.gate.terms.engine, version=0, digest="",
+        step=0, next_task=0, micro_tokens=1, model="x", engine=open_gate.gate.terms[""].engine, version=0, digest="",
         facts={"pid": 1},
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ class Hashing(Engine):
             id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
         )
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self.version = version
 
 

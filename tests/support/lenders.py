@@ -79,7 +79,7 @@ class Lending(Server):
 
 def new_site(folder: Path, model: str = "model-1") -> Site:
     site = Site(folder)
-    site.gate.terms = Terms(model=model, engine=rollout_spec(), heartbeat_s=0.1)
+    site.gate.terms = {"": Terms(model=model, engine=rollout_spec(), heartbeat_s=0.1)}
     return site
 
 

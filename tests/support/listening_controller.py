@@ -50,7 +50,7 @@ class Slow(Hashing):
             raise RuntimeError("device lost")
         return super().step()
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         super().swap(version, weights)
         self.weights = self.weights if weights is None else weights.get("w")
 
@@ -87,7 +87,7 @@ class Site:
         patience = Patience(suspect_s=2.0, gone_s=5.0, tick_s=0.05)
         self.dispatch = Dispatch(events=self.events, patience=patience)
         self.gate = Gate("run", TOKEN, log=self.events.instant, max_workers=8)
-        self.gate.terms = Terms(model="model-1", engine=SPEC, heartbeat_s=0.1)
+        self.gate.terms = {"": Terms(model="model-1", engine=SPEC, heartbeat_s=0.1)}
         self.hellos: list[m.Hello] = []
         file = m.FileRef(digest="d0", nbytes=100)
         holders = (m.HolderFiles(location="http://_:99", holds=(m.Holding(file=file),)),)
@@ -101,9 +101,9 @@ class Site:
     async def _accept(self, link: Link) -> None:
         await self.gate.worker(link, self._attend)
 
-    async def _attend(self, link: Link, hello: m.Hello) -> None:
+    async def _attend(self, link: Link, hello: m.Hello, base: str) -> None:
         self.hellos.append(hello)
-        await self.dispatch.attend(link, hello)
+        await self.dispatch.attend(link, hello, base)
 
     @property
     def url(self) -> str:

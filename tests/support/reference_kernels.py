@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.engine.cuda import decoder
+from windfall.engine.cuda.adapters import ProjectionAdapters, RowGroups, rows_of_tile
 from windfall.engine.cuda.sampling import sample
 from windfall.engine.cuda.splits import min_split_tokens, splits_for
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, Texts
@@ -270,3 +271,37 @@ def find_matches(rows: Tensor, state: DeviceState, texts: Texts) -> None:
         if found is not None:
             rank = found.agreed * (KNOWN + 1) + min(int(lengths[found.row]) - found.at, KNOWN)
             state.match[slot] = rank << 40 | int(family[found.row]) * size + found.at
+
+
+def group_rows(slots: Tensor, state: DeviceState, adapters: int, width: int = 1) -> RowGroups:
+    """The rows of a pass by adapter, `width` rows for each of these slots. Entries of unused tiles have no rows."""
+    numbers = [adapters if n < 0 else n for n in state.adapter[slots.long()].repeat_interleave(width).tolist()]
+    tile = rows_of_tile(len(numbers))
+    order, tiles = list[int](), [[0, 0, 0] for _ in range(len(numbers) // tile + adapters + 1)]
+    for adapter in range(adapters + 1):
+        own, entry = [n for n, number in enumerate(numbers) if number == adapter], len(order) // tile + adapter
+        for first in range(0, len(own), tile):
+            tiles[entry] = [adapter, len(order) + first, min(tile, len(own) - first)]
+            entry += 1
+        order += own
+    both = [torch.tensor(values, dtype=torch.int32, device=slots.device) for values in (order, tiles)]
+    return RowGroups(order=both[0], tiles=both[1], tile=tile)
+
+
+def add_adapters(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    """The outputs of a projection (rows, outputs). `y`: the product with `adapters.weight`: the outputs of the weights,
+    and h (parts * rank) of every adapter."""
+    count, parts = len(adapters.b), len(adapters.outputs)
+    out, hidden = y[:, : sum(adapters.outputs)].clone(), y[:, sum(adapters.outputs) :].unflatten(1, (count, parts, -1))
+    for adapter, first, number in groups.tiles.tolist():
+        if adapter < count:
+            rows = groups.order[first : first + number].long()
+            h = (hidden[rows, adapter].float() * adapters.scale[adapter]).to(y.dtype).float()
+            b = adapters.b[adapter].float().split(adapters.outputs)
+            added = torch.cat([h[:, part] @ b[part].T for part in range(parts)], 1)
+            out[rows] = (out[rows].float() + added).to(y.dtype)
+    return out
+
+
+def add_adapters_swiglu(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    return swiglu(add_adapters(y, adapters, groups))

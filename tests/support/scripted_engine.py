@@ -68,7 +68,7 @@ class Scripted(Engine):
             version=self.version, finish=finish,
         )  # fmt: skip
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         self.version = version
 
 

@@ -23,9 +23,9 @@ from tests.support.response_owner import FunctionOwner
 from tests.support.small_models import VOCABULARY, build
 from tests.support.small_models import engine as new_engine
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.events.log import EventLog
 from windfall.models import attention
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
@@ -185,7 +185,7 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     """The first worker holds all responses and has run `cut` steps, whose tokens have all been accepted."""
     events = EventLog(folder / "events.jsonl")
-    dispatch = Dispatch(events=events, vocabulary=VOCABULARY, staleness=staleness)
+    dispatch = Dispatch(events=events, vocabulary=VOCABULARY, versions=[PolicyVersions(staleness=staleness)])
     dispatch.set_offer(Offer(version=0, digest="d0"))
     one, two = engines or (engine(deterministic), engine(deterministic))
     first: Any = Held(one, cut)

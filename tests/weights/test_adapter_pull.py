@@ -30,7 +30,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         for p in model.parameters():
             p.zero_()
     client = ControllerClient("http://x", "token", name="w", lease=Lease(), puller=puller, build=lambda spec: (None, 0))
-    session: Any = SimpleNamespace(held=(-1, ""))
+    session: Any = SimpleNamespace(held={})
     client._worker_link = session
     written: list[str] = []
     names = {t.data_ptr(): name for name, t in model.state_dict().items()}
@@ -49,10 +49,10 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         pulled = client._pull(s.load(made, puller.held.digest if puller.held else ""), threading.Event())
         assert pulled.tensors is not None
         written.clear()
-        session.held = (-1, "")  # as a session does until the swap is complete
+        session.held = {}  # as a session does until the swap is complete
         if not fails:
             copy_weights(model, version, pulled.tensors)
-            session.held = (version, made.digest)
+            session.held = {"": (version, made.digest)}
         return pulled.bytes
 
     def check(copied: set[str]) -> None:
@@ -76,3 +76,25 @@ def test_worker_merges_every_version_and_copies_the_base_once(
     check(everything)
     load(5)
     check(adapted)
+
+
+def test_two_adapters_of_one_base_read_it_once(serving: Callable[..., Any]) -> None:
+    s = serving()
+    adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj"]), base="", seed=0)
+    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    first = s.puller()
+    second, versions = first.beside(), []
+    for puller in (first, second):
+        with torch.no_grad():
+            for layer in adapters.layers.values():
+                layer.lora_B.add_(1.0)
+        versions.append(s.publisher.publish(len(versions), adapters.tensors(), base=base, scale=adapters.scale))
+        s.pull(puller, versions[-1])
+    assert second.bytes_received < first.bytes_received / 5
+    for name, tensor in first.base_tensors().items():
+        assert tensor.data_ptr() == second.base_tensors()[name].data_ptr()
+    held = {holding.file.digest for holding in first.files.describe()}
+    assert {base, *(made.digest for made in versions)} <= held, "others can read all of it here"
+    second.close()
+    assert {holding.file.digest for holding in first.files.describe()} == {base, versions[0].digest}
+    assert first.base_tensors()

@@ -66,16 +66,15 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
 def test_worker_builds_another_engine_if_the_run_asks_for_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            assert s.gate.terms is not None
             first = msgspec.structs.replace(SPEC, kv_dtype="fp8")
-            s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=first)
+            s.gate.terms = {"": msgspec.structs.replace(s.gate.terms[""], engine=first)}
             w, e = start(), episode("1/0", max_tokens=200)
             w.engine.capabilities = Capabilities(name="test", kv_dtype="fp8")
             s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
             before, host = len(e.tokens), w.client._host
             second = msgspec.structs.replace(SPEC, kv_dtype="bf16")
-            s.gate.terms = msgspec.structs.replace(s.gate.terms, engine=second)
+            s.gate.terms = {"": msgspec.structs.replace(s.gate.terms[""], engine=second)}
             s.dispatch.rebuild_fp8_engines("fp8 is too coarse")
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.builds == [first, second]
@@ -94,15 +93,14 @@ def test_worker_builds_another_engine_if_the_run_asks_for_it(tmp_path: Path) -> 
 def test_lender_keeps_its_engine_when_the_run_leaves_fp8(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            assert s.gate.terms is not None
             terms = [
-                msgspec.structs.replace(s.gate.terms, engine=msgspec.structs.replace(SPEC, kv_dtype=name))
+                msgspec.structs.replace(s.gate.terms[""], engine=msgspec.structs.replace(SPEC, kv_dtype=name))
                 for name in ("fp8", "bf16")
             ]
-            s.gate.terms = terms[0]
+            s.gate.terms = {"": terms[0]}
             w = start(lends=True)
             await s.until(lambda: w.builds and s.state("w"), "it is there")
-            s.gate.terms = terms[1]
+            s.gate.terms = {"": terms[1]}
             s.dispatch.rebuild_fp8_engines("fp8 is too coarse")
             assert s.state("w") is not WorkerState.DRAINING
             await s.dispatch._outbox._links["w"].close("a glitch")
@@ -226,7 +224,7 @@ def test_controller_learns_why_a_worker_refuses_the_model(tmp_path: Path) -> Non
 def test_temporarily_refused_worker_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            terms, s.gate.terms = s.gate.terms, None
+            terms, s.gate.terms = s.gate.terms, {}
             dials, attend = [0], s.gate.worker
 
             async def counted(*args: Any) -> None:

@@ -44,12 +44,12 @@ class Paced(TorchEngine):
         time.sleep(0.002)
         return super().step()
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         if version == self.breaks_at:
             with torch.no_grad():
                 next(self.model.parameters()).add_(1.0)
             raise RuntimeError("out of memory in the middle of the copy")
-        super().swap(version, weights)
+        super().swap(version, weights, policy=policy)
 
 
 class Pulls:

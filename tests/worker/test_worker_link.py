@@ -37,7 +37,7 @@ class Small(Hashing):
             raise WindfallError("does not fit")
         super().add(request)
 
-    def swap(self, version: int, weights: Any = None) -> None:
+    def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
         self.swaps.append((version, weights))
         if weights == {"bad": 1}:
             raise WindfallError("it does not fit the model")
@@ -174,7 +174,7 @@ def test_session_loads_then_generates() -> None:
             await rig.send(load(3))
             loaded = await rig.next()
             assert (loaded.version, loaded.digest, loaded.slots, loaded.pulled_bytes) == (3, "d3", 4, 30)
-            assert rig.session.held == (3, "d3")
+            assert rig.session.held == {"": (3, "d3")}
             assert rig.engine.swaps == [(3, {"good": 1})]
             await rig.send(assign(1, 2))
             got: dict[int, int] = {1: 0, 2: 0}
@@ -200,7 +200,7 @@ def test_newer_load_cancels_the_older_pull() -> None:
             assert rig.pulls.given_up[0] == 1
             assert rig.pulls.asked[-1] == 3
             assert [v for v, _ in rig.engine.swaps] == [3]
-            assert rig.session.held == (3, "d3")
+            assert rig.session.held == {"": (3, "d3")}
 
     asyncio.run(main())
 
@@ -212,10 +212,10 @@ def test_failed_pull_is_reported_and_can_be_retried() -> None:
             await rig.send(load(1))
             failed = await rig.next()
             assert (failed.version, failed.why) == (1, "ConnectionError: the server is away")
-            assert rig.session.held == (-1, "")
+            assert rig.session.held == {}
             await rig.send(load(1))
             assert isinstance(await rig.next(), m.Loaded)
-            assert rig.session.held == (1, "d1")
+            assert rig.session.held == {"": (1, "d1")}
 
     asyncio.run(main())
 
@@ -232,7 +232,7 @@ def test_weights_of_another_model_are_reported() -> None:
             failed = await rig.next()
             assert isinstance(failed, m.LoadFailed)
             assert "does not fit" in failed.why
-            assert rig.session.held == (1, "d1")
+            assert rig.session.held == {"": (1, "d1")}
             rig.pulls.tensors = {"good": 1}
             await rig.send(load(2))
             assert (await rig.next()).version == 2
@@ -243,7 +243,7 @@ def test_weights_of_another_model_are_reported() -> None:
 def test_weights_already_held_are_kept_when_the_session_ends() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
-            rig.session.held = (1, "d1")
+            rig.session.held = {"": (1, "d1")}
             rig.pulls.tensors = None
             await rig.send(load(2))
             assert (await rig.next()).version == 2
@@ -251,7 +251,7 @@ def test_weights_already_held_are_kept_when_the_session_ends() -> None:
             rig.pulls.fails[3] = "away"
             await rig.send(load(3))
             assert isinstance(await rig.next(), m.LoadFailed)
-            assert rig.session.held == (2, "d2")
+            assert rig.session.held == {"": (2, "d2")}
 
     asyncio.run(main())
 
@@ -399,7 +399,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
     class Hangs(Small):
         free = threading.Event()
 
-        def swap(self, version: int, weights: Any = None) -> None:
+        def swap(self, version: int, weights: Any = None, *, policy: str = "") -> None:
             assert self.free.wait(WAIT_S)
 
     async def main() -> None:

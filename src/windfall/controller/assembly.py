@@ -31,6 +31,7 @@ from windfall.controller.generation import Generation, make_admission
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_damage import JournalDamage
 from windfall.controller.ledger.journal_format import JournalContents, end_of, oldest_versions
+from windfall.controller.ledger.ledger import UNLIMITED
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
@@ -46,6 +47,7 @@ from windfall.controller.scheduling.local_time import (
 from windfall.controller.scheduling.members import Patience
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.scheduling.versions import PolicyVersions
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog
@@ -95,16 +97,17 @@ class ControllerLife:
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t,
-            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
+            versions=_versions(recipe), on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
-            order=recipe.rollout.order, step_groups=recipe.rollout.groups, directory=_directory(recipe),
+            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
+            directories={name: _directory(recipe) for name in recipe.names()},
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
         self.policies = {name: RunPolicy(name, recipe.of(name), self, local_time()) for name in recipe.names()}
         self.lead = self.policies[recipe.names()[0]]
         for name, policy in self.policies.items():
             policy.evaluated, policy.last_logged = history.evaluated.get(name, set()), history.steps.get(name, 0)
-        self.dispatch.loading.served = lambda: self.trainer.hello is not None
+        self.dispatch.loading.served = lambda policy: self.policies[policy].trainer.hello is not None
         self.report = FleetReport(recipe, self.dispatch, events, rules.advisor)
         self.rollout: Rollout | None = None
         self.generation: Generation | None = None
@@ -242,7 +245,7 @@ class ControllerLife:
 
     def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
         """The run continues with the trainer that is connected. `model`: the configuration of its model."""
-        self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
+        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", UNLIMITED)
         if self.rollout is not None:
             self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(policy.hello)
@@ -352,6 +355,11 @@ class ControllerLife:
 def _lowest_task(states: Sequence[CheckpointState]) -> int:
     """The first task that is needed to continue from these states."""
     return min(min((*state.open_tasks, state.next_task)) for state in states)
+
+
+def _versions(recipe: Recipe) -> list[PolicyVersions]:
+    base = {name: base for base, names in recipe.bases().items() for name in names}
+    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
 
 
 def _directory(recipe: Recipe) -> Directory:

@@ -201,7 +201,7 @@ class FleetReport:
         return {
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
-            "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
+            "queued": ledger.queued, "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
             "staleness": self._staleness, "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
             "weights": self._dispatch.weights.directory.traffic.describe(),

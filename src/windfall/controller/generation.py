@@ -167,7 +167,7 @@ class PolicyGroups:
         return out
 
     def tick(self, seconds: float) -> None:
-        if self.asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots():
+        if self.asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots(self._name):
             self.held_s += seconds
 
     # What the stream reports.

@@ -17,8 +17,8 @@ import xxhash
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.remote_trainer import RemoteTrainer
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import Offer
 from windfall.errors import WindfallError
 from windfall.training import NewVersion
 from windfall.types import Response, Sampling
@@ -27,9 +27,12 @@ from windfall.types import Response, Sampling
 class FleetPolicy(RemoteTrainer):
     """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
 
-    def __init__(self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0) -> None:
-        """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise."""
-        super().__init__(dispatch.weights)
+    def __init__(
+        self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0, policy: str = ""
+    ) -> None:
+        """`stop`: token ids that end a response. `sampling`: what `sample` uses unless it is told otherwise. `policy`:
+        one of the policies of `dispatch`."""
+        super().__init__(dispatch.weights, policy)
         self._dispatch = dispatch
         self._stop = stop
         self._sampling = sampling
@@ -63,6 +66,7 @@ class FleetPolicy(RemoteTrainer):
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop=self._stop,
+                role=self._policy,
             )
             for i in range(n)
         ]
@@ -107,5 +111,6 @@ class FleetPolicy(RemoteTrainer):
 
     def _offer(self, published: NewVersion) -> NewVersion:
         self._calls = {id: call for id, call in self._calls.items() if not call.done()}
-        self._dispatch.set_offer(Offer(version=published.version, digest=published.digest), self.weights)
+        offer = Offer(version=published.version, digest=published.digest)
+        self._dispatch.set_offer(offer, self.weights, policy=self._policy)
         return published

@@ -118,8 +118,11 @@ class ControllerProcess:
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
-            borrows=recipe.fleet.borrowed_max > 0,
+            borrows=recipe.fleet.borrowed_max > 0, policies=recipe.names(),
         )  # fmt: skip
+        self.gate.choose = self.dispatch.choose_base
+        self._terms: dict[str, Terms] = {}
+        """By base whose trainer has connected."""
         self.life.on_trainer = self._set_terms
         self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))
         for warning in self.life.held_out.warnings if recipe.eval.tasks and not resumed else ():
@@ -191,19 +194,24 @@ class ControllerProcess:
         raise self._error
 
     def _set_terms(self, hello: m.TrainerHello) -> None:
-        f = self.recipe.fleet
-        self.gate.terms = Terms(
+        """No worker joins before the trainers of all bases have connected: all of them would get the first one."""
+        f, bases = self.recipe.fleet, self.recipe.bases()
+        base = next(base for base, policies in bases.items() if hello.policy in policies)
+        self._terms[base] = Terms(
             model=hello.model,
             engine=self.life.engine_spec(hello),
             heartbeat_s=f.heartbeat_s,
             stalled_s=f.stalled_s,
             upload_bytes_per_s=self.recipe.weights.upload_gbit_per_s * 1e9 / 8,
+            policies=bases[base],
         )
+        if len(self._terms) == len(bases):
+            self.gate.terms = dict(self._terms)
 
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
         await self.life.attend_trainer(link, hello)
         await asyncio.sleep(TRAINER_HEARTBEAT_S)
-        if self.trainer.hello is None and folders.held(self.folder, "trainer"):
+        if self.life.policies[hello.policy].trainer.hello is None and folders.held(self.folder, "trainer"):
             # Its process holds the lock but does not reconnect: it is frozen. The controller does not kill it, because
             # a pid that came over a link cannot be trusted. The supervisor knows what it has started, and restarts it.
             pid = int(hello.facts["pid"])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from windfall.controller.directory import updates
+from windfall.controller.directory.directory import Directory
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.errors import WindfallError
 from windfall.link import messages as m
@@ -28,19 +29,24 @@ FRAME_BYTES = 16 << 20
 
 
 class RemoteTrainer:
-    def __init__(self, routes: WeightRoutes) -> None:
-        """`routes`: is told what the trainer has uploaded, and says which files workers may still read."""
+    def __init__(self, routes: WeightRoutes, policy: str = "") -> None:
+        """`routes`: is told what the trainer has uploaded, and says which files workers may still read. `policy`: the
+        one that the trainer trains."""
         self.hello: m.TrainerHello | None = None
         self.weights: m.PublishedFiles | None = None
         """The newest files of the trainer that is connected, or was last."""
-        self._routes = routes
+        self._routes, self._policy = routes, policy
         self._link: Link | None = None
         self._current: Link | None = None
         """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
         self._present = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
         self._telling: set[asyncio.Task[None]] = set()
-        routes.upload_again = self._upload_again
+        routes.upload_again[policy] = self._upload_again
+
+    @property
+    def _directory(self) -> Directory:
+        return self._routes.directories[self._policy]
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
@@ -50,13 +56,13 @@ class RemoteTrainer:
         self.weights = hello.weights
         replies = self._replies
         self._present.set()
-        if wrong := self._routes.directory.wrong:  # the trainer before may not have heard of them
+        if wrong := self._directory.wrong:  # the trainer before may not have heard of them
             self._upload_again(wrong)
         try:
             while True:
                 message = await link.receive()
                 if isinstance(message, m.Uploaded):
-                    self._routes.uploaded(message)
+                    self._routes.uploaded(message, self._policy)
                 else:
                     replies.put_nowait(message)
         except LinkClosed as e:
@@ -114,7 +120,7 @@ class RemoteTrainer:
 
     async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
-        directory = self._routes.directory
+        directory = self._directory
         order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 

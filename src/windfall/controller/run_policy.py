@@ -20,11 +20,11 @@ from windfall import algorithms
 from windfall.controller.generation import Generation, PolicyGroups
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.local_time import LocalTimePolicy
+from windfall.controller.scheduling.versions import Offer
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.recipe.sections import Recipe
@@ -47,7 +47,7 @@ class RunPolicy:
         self.trained = own is None or own.trained
         self._copy_of, self._every = (own.copy_of, own.every) if own is not None else ("", 0)
         self.events = life.events.bind(policy=name) if name else life.events
-        self.trainer = RemoteTrainer(life.dispatch.weights)
+        self.trainer = RemoteTrainer(life.dispatch.weights, name)
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         o = recipe.rollout
         self.local_generation = pace(life.dispatch, local_time, self.events, o.groups * o.group_size)
@@ -174,7 +174,7 @@ class RunPolicy:
             self._offer(Offer(version=published.version, digest=published.digest))
 
     def _offer(self, offer: Offer) -> None:
-        self._life.dispatch.set_offer(offer, self.trainer.weights)
+        self._life.dispatch.set_offer(offer, self.trainer.weights, policy=self.name)
         for policy in self._life.policies.values():  # copies
             policy._wake.set()
 

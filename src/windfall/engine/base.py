@@ -39,6 +39,8 @@ class Engine(Protocol):
     capabilities = Capabilities()
     version = 0
     """Version of the weights. They are unset until the first swap, unless the engine was built with a model."""
+    versions: Mapping[str, int] = {}
+    """The same by policy, for engines that know policies: those that were swapped in and are still there."""
     limit = 0
     """Tokens of the longest sequence, prompt included, that fits. 0: unknown."""
     kv_tokens = 0
@@ -56,7 +58,8 @@ class Engine(Protocol):
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """Begin a response, between two steps. Raises WindfallError if the request is invalid or does not fit."""
+        """Begin a response, between two steps. Raises WindfallError if the request is invalid or does not fit, or if
+        the weights of its policy were never swapped in."""
 
     @abstractmethod
     def cancel(self, id: str) -> None:
@@ -68,12 +71,18 @@ class Engine(Protocol):
 
     @abstractmethod
     def step(self) -> list[Chunk]:
-        """Compute, and return new tokens, at most one chunk for every response. All chunks have the same version."""
+        """Compute, and return new tokens, at most one chunk for every response. All chunks of one policy have the same
+        version."""
 
     @abstractmethod
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        """Use `weights` from now on (None: the engine has them already). Running responses keep their tokens and are
-        prefilled again. After a WindfallError nothing has changed; after any other error the weights may be mixed."""
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
+        """Use `weights` for this policy from now on (None: the engine has them already). Its running responses keep
+        their tokens and are prefilled again. After a WindfallError nothing has changed; after any other error the
+        weights may be mixed.
+
+        An engine with `capabilities.adapters` holds several policies of one base: it takes the adapter of a
+        `MergedWeights` as it is, and the responses of other policies are not touched. Weights without an adapter are
+        those of the base. Any other engine holds one policy; the next one takes its place."""
 
     def sleep(self) -> None:
         """Free the memory that the next step can allocate again. Responses keep their tokens."""
@@ -99,6 +108,14 @@ def check_request(request: Request, vocabulary: int, limit: int) -> None:
         need = f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens"
         fix = "Raise engine.kv_tokens, or lower rollout.max_tokens."
         raise WindfallError(f"{need} do not fit into a KV cache of {limit} tokens", where=where, fix=fix)
+
+
+def check_policy(request: Request, versions: Mapping[str, int]) -> None:
+    """Raise WindfallError for a request of a policy whose weights the engine does not have."""
+    if request.policy not in versions:
+        held = ", ".join(map(repr, versions)) or "none"
+        what = f"the weights of policy {request.policy!r} are not loaded; loaded are: {held}"
+        raise WindfallError(what, where=f"request {request.id}")
 
 
 def duplicate_id(request: Request) -> WindfallError:

@@ -5,9 +5,10 @@
 Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
 orders when there is nothing to generate, and in `emit` while too many frames are unsent.
 
-New weights are swapped in between two steps, like every order, so all tokens of a frame have the same version. A swap
-that raises WindfallError has changed nothing, and the engine goes on with the weights it has. After any other error the
-weights may be a mix of two versions: the engine keeps its responses, but does not step until a swap has succeeded.
+New weights are swapped in between two steps, like every order, so all tokens of one policy in a frame have the same
+version. A swap that raises WindfallError has changed nothing, and the engine goes on with the weights it has. After any
+other error the weights may be a mix of two versions: the engine keeps its responses, but does not step until a swap has
+succeeded.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class EngineThread:
         self.failed: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
-        self._running: set[int] = set()
+        self._running: dict[int, str] = {}
+        """The policy of every response, by its handle."""
         self._paused = False
-        self._mixed = False
-        """`_mixed`: a swap has failed, and the weights may be a mix of two versions."""
+        self._mixed: set[str] = set()
+        """Policies whose last swap has failed: their weights may be a mix of two versions."""
         self._generated = 0
         self._steps = 0
         self._stepped_s = time.monotonic()
@@ -131,17 +133,22 @@ class EngineThread:
 
     @order
     def swap(
-        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+        self,
+        version: int,
+        weights: Mapping[str, Any] | None,
+        done: Callable[[BaseException | None], None],
+        *,
+        policy: str = "",
     ) -> None:
         try:
-            self.engine.swap(version, weights)
+            self.engine.swap(version, weights, policy=policy)
         except WindfallError as e:  # the weights do not match this model
             done(e)
         except RuntimeError as e:  # for example, out of memory in the middle of the copy
-            self._mixed = True
+            self._mixed.add(policy)
             done(e)
         else:
-            self._mixed = False
+            self._mixed.discard(policy)
             done(None)
 
     @order
@@ -209,7 +216,7 @@ class EngineThread:
             self._on_failure()
 
     def _idle(self) -> bool:
-        return self._paused or self._mixed or len(self.engine) == 0
+        return self._paused or bool(self._mixed) or len(self.engine) == 0
 
     def _step(self) -> None:
         self._stepped(self.engine.step())
@@ -219,15 +226,18 @@ class EngineThread:
         self._steps += bool(chunks) or not self.waiting_for_trainer
         if chunks:
             self._generated += sum(len(c.tokens) for c in chunks)
-            self._running -= {int(c.id) for c in chunks if c.finish}
-            self._emit(tokens_frame(chunks))
+            named = any(self.engine.versions)
+            self._emit(tokens_frame(chunks, self._running if named else None))
+            for c in chunks:
+                if c.finish:
+                    self._running.pop(int(c.id), None)
 
     def _add(self, work: Work) -> None:
         if len(self.engine) == 0:
             self._stepped_s = time.monotonic()
         try:
             self.engine.add(request_of(work))
-            self._running.add(work.handle)
+            self._running[work.handle] = work.policy
         except WindfallError as e:
             fits = len(work.prompt) // 4 + work.max_tokens <= self.longest
             self._emit(Rejected(handle=work.handle, why=str(e), invalid=fits))
@@ -235,7 +245,7 @@ class EngineThread:
     def _drop(self, handles: Iterable[int]) -> None:
         for handle in handles:
             self.engine.cancel(str(handle))
-            self._running.discard(handle)
+            self._running.pop(handle, None)
 
     def _drop_all(self) -> None:
         self._drop(list(self._running))
@@ -253,18 +263,22 @@ def request_of(work: Work) -> Request:
         sampling=work.sampling,
         stop=frozenset(work.stop),
         group=work.group,
+        policy=work.policy,
     )
 
 
-def tokens_frame(chunks: list[Chunk]) -> Tokens:
-    """The message with the tokens of one engine step, in columns.
+def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None) -> Tokens:
+    """The message with the tokens of one engine step, in columns. `policies`: of every response, by its handle; by
+    default, the only one. If they have names, the frame has a version for each name, and `version` is 0.
 
     >>> tokens_frame([Chunk(id="7", position=3, tokens=(5,), logprobs=(-0.5,), version=2, finish="stop")]).finished
     {0: 'stop'}
     """
     single = all(len(c.tokens) == 1 for c in chunks)
+    versions = {name: c.version for c in chunks if (name := policies.get(int(c.id), ""))} if policies else {}
     return Tokens(
-        version=chunks[0].version,
+        version=0 if versions else chunks[0].version,
+        versions=versions,
         handles=tuple(int(c.id) for c in chunks),
         positions=tuple(c.position for c in chunks),
         counts=() if single else tuple(len(c.tokens) for c in chunks),

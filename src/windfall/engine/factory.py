@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 import sys
 import threading
 import time
@@ -85,13 +86,20 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
     return sum(s.elements for s in cache_shapes(model)) * item_bytes
 
 
-def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
+def adapter_bytes(spec: EngineSpec, model: Any) -> int:
+    """Bytes that the adapters of the spec take beside the model, if they change all layers of its decoder layers."""
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    sizes = sum(sum(shape) for name, shape in shapes if len(shape) == 2 and re.search(r"\.\d+\.", name))
+    return spec.adapters * spec.adapter_rank * sizes * model.dtype.itemsize
+
+
+def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float, reserved: int = 0) -> tuple[int, int]:
     """(responses decoded at once, tokens in the KV cache): what the spec says, or else what fits into this machine's
-    memory. `share` is the share of the free memory that the KV cache may use."""
+    memory. `share` is the share of the free memory that the KV cache may use, without `reserved` bytes of it."""
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     if spec.kv_tokens:
         return running, spec.kv_tokens
-    free = free_bytes(device)
+    free = max(0, free_bytes(device) - reserved)
     fits = min(max(2, running) * spec.longest, int(free * share) // token_bytes)
     if fits < spec.longest:
         raise WindfallError(
@@ -132,7 +140,8 @@ def _build_engine(spec: EngineSpec, device: str, model: Any, share: float) -> tu
         choose_matmul_library()
     # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
-        running, kv_tokens = engine_sizes(spec, token_bytes(model, spec.kv_dtype), device, share)
+        reserved = adapter_bytes(spec, model)
+        running, kv_tokens = engine_sizes(spec, token_bytes(model, spec.kv_dtype), device, share, reserved)
         engine = make_engine(
             spec,
             device,
@@ -151,6 +160,7 @@ def _build_engine(spec: EngineSpec, device: str, model: Any, share: float) -> tu
 
 def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
     """GraphEngine on a GPU that can run this model with it, otherwise TorchEngine."""
+    how |= {"adapters": spec.adapters, "adapter_rank": spec.adapter_rank}
     if device.startswith("cuda"):
         why = cuda_engine_refusal(spec, model)
         if why is None:
@@ -203,6 +213,8 @@ def self_test(spec: EngineSpec, device: str, model: Any) -> str:
     Returns a record for the workers: those with the same code and device need not repeat the test. The test is about
     the model: it drafts nothing, and its KV cache has the dtype of the model."""
     tested = msgspec.structs.replace(spec, speculation="off", kv_dtype="auto")
+    if spec.adapters:
+        tested = msgspec.structs.replace(tested, adapters=verdict.ADAPTERS, adapter_rank=verdict.ADAPTER_RANK)
     return verdict.check_engine(
         json.loads(spec.model_config),
         functools.partial(make_engine, tested, device),
@@ -210,6 +222,7 @@ def self_test(spec: EngineSpec, device: str, model: Any) -> str:
         longest=spec.longest,
         deterministic=spec.deterministic,
         names=model.state_dict(),
+        adapters=spec.adapters > 0,
         checked=spec.checked,
     )
 

@@ -9,6 +9,9 @@
 An engine shares the model with its creator. It never waits for anything but the device and starts no thread: that is
 left to the worker around it.
 
+An engine with adapters holds several policies of one base (`_hold_adapters`). Each has a number, which its rows use,
+and its own part of the prefix cache: a swap of one of them leaves the others as they are.
+
 A server that lends its GPU runs two such engines in turn (serve/host.py). Their pages are in one memory (`kv`), and the
 limits of `step` decide how long one of them has the device.
 """
@@ -18,15 +21,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from windfall.engine.base import Counters, Engine, check_request, duplicate_id
+from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
+from windfall.engine.held_policies import HeldPolicies, PolicyWeights
 from windfall.engine.module_weights import copy_weights
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
+from windfall.weights.merged import AdapterPair
 
 if TYPE_CHECKING:
     from typing import Any
@@ -36,6 +42,16 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, bool]
 """Rows of a step, the tokens that they attend to, and whether it has a prefill."""
+
+
+class AdapterMemory(Protocol):
+    """Where an engine has the matrices of its adapters, by number."""
+
+    def check(self, pairs: Mapping[str, AdapterPair]) -> None:
+        """Raise WindfallError if an adapter with these matrices cannot be used."""
+
+    def hold(self, number: int, pairs: Mapping[str, AdapterPair], scale: float) -> None:
+        """Copy these matrices, which were checked. Nothing is in flight."""
 
 
 class PagedEngine(Engine):
@@ -55,7 +71,7 @@ class PagedEngine(Engine):
     def __init__(self, model: Any, scheduler: Scheduler, *, version: int, limit: int, kv: TenantKV | None) -> None:
         """`kv`: pages in memory that another engine shares."""
         self.model = model
-        self.version = version
+        self.versions = {"": version}
         self.limit = limit
         self.kv_tokens = 0 if kv is not None else scheduler.pages.count * scheduler.pages.size
         self.kv = kv
@@ -63,6 +79,23 @@ class PagedEngine(Engine):
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, SequenceState] = {}
         self._counters = scheduler.counters
+        self._adapters: AdapterMemory | None = None
+        self._policies = HeldPolicies(0, 0)
+
+    def _hold_adapters(self, memory: AdapterMemory, count: int, rank: int) -> None:
+        """Hold up to `count` policies, whose adapters have at most this rank. None of them is there yet."""
+        self._adapters = memory
+        self._policies = HeldPolicies(count, rank)
+        self.versions = {}
+        self.capabilities = replace(self.capabilities, adapters=count)
+
+    @property
+    def version(self) -> int:
+        return self.versions.get("", 0)
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.versions = {**self.versions, "": version}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -75,7 +108,9 @@ class PagedEngine(Engine):
         if request.id in self._sequences:
             raise duplicate_id(request)
         check_request(request, self._vocabulary, self.limit)
+        check_policy(request, self.versions)
         sequence = self._sequences[request.id] = SequenceState(request, list(request.prompt))
+        sequence.adapter = self._policies.numbers.get(request.policy, -1)
         self._scheduler.add(sequence)
 
     def cancel(self, id: str) -> None:
@@ -88,7 +123,7 @@ class PagedEngine(Engine):
         """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
         nothing, and return the tokens of the oldest launch in flight. `prefill`: whether prompts may be computed."""
 
-    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
+    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], versions: Mapping[str, int]) -> Chunk:
         """Add generated tokens to a sequence. The last one may end it."""
         request, position = s.request, s.request.position + s.generated
         s.tokens += tokens
@@ -107,16 +142,39 @@ class PagedEngine(Engine):
             position=position,
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
-            version=version,
+            version=versions[request.policy],
             finish=finish,
         )
 
-    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
         self.finish_launches()
+        if self._adapters is not None:
+            self._swap_adapter(self._adapters, version, weights, policy)
+            return
+        others = {s.request.policy for s in self._sequences.values()} - {policy}
+        if others:
+            what = f"the engine still generates responses of policy {min(others)!r}"
+            raise WindfallError(what, where=f"version {version} of policy {policy!r}")
         if weights is not None:
             copy_weights(self.model, version, weights)
-        self.version = version
+        self.versions = {policy: version}
         self._scheduler.restart_all()
+
+    def _swap_adapter(
+        self, memory: AdapterMemory, version: int, weights: Mapping[str, Tensor] | None, policy: str
+    ) -> None:
+        given = None if weights is None else PolicyWeights.of(weights)
+        number = self._policies.check(policy, version, given)
+        if given is not None:
+            memory.check(given.pairs)
+            if given.base is not None:
+                copy_weights(self.model, version, given.base)
+            memory.hold(number, given.pairs, given.scale)
+        self._policies.numbers[policy] = number
+        self.versions = {**self.versions, policy: version}
+        if given is not None and given.base is not None:
+            self._scheduler.restart_all()
+        self._scheduler.restart(policy)
 
     def warm(self, *sizes: int, longest: int | None = None, shorter: bool = False) -> None:
         """Do what would delay the first steps: compile kernels, capture graphs. See GraphEngine."""

@@ -59,6 +59,8 @@ class Sequence:
     prefilled: int = 0  # number of leading tokens whose keys and values were launched, found in the cache, or restored
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
+    root: Key = ROOT  # what the key of the first page starts from: responses with other weights share no pages
+    adapter: int = -1  # the adapter that its rows use; -1: none
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
     @property
@@ -69,7 +71,7 @@ class Sequence:
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
             k = len(self.keys)
-            parent = self.keys[-1] if k else ROOT
+            parent = self.keys[-1] if k else self.root
             self.keys.append(key_of(parent, self.tokens[k * size : (k + 1) * size]))
         return self.keys[n]
 
@@ -139,6 +141,8 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
+        self._roots: dict[str, Key] = {}  # by policy, if its weights were swapped alone
+        self._restarts = 0
         self._prefilling: dict[Sequence, None] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._by_slot: list[Sequence | None] = [None] * slots
@@ -154,6 +158,7 @@ class Scheduler:
         return len(self.running) + len(self.waiting)
 
     def add(self, sequence: Sequence) -> None:
+        sequence.root = self._roots.get(sequence.request.policy, ROOT)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -236,6 +241,21 @@ class Scheduler:
         self.pages.clear_cache()
         if self.saved is not None:
             self.saved.clear()
+
+    def restart(self, policy: str) -> None:
+        """As `restart_all` for the sequences of one policy, whose weights are no longer the same. Others go on. The
+        prefix cache keeps its pages: those of the old weights are never found again, and are evicted in time."""
+        self._restarts += 1
+        root = self._roots[policy] = key_of(ROOT, [self._restarts])
+        for sequence in reversed([s for s in self.running if s.request.policy == policy]):
+            self._release(sequence, register=False)
+            del self.running[sequence]
+            self.waiting.appendleft(sequence)
+        for sequence in self.waiting:
+            if sequence.request.policy == policy:
+                sequence.root, sequence.keys = root, []
+                if self.saved is not None:
+                    self.saved.drop(sequence)
 
     @property
     def prefilling(self) -> int:
@@ -332,7 +352,7 @@ class Scheduler:
         self._prompt_pages[s.slot] = shared
         self._prefix_id[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
         if self.host_state is not None:
-            self.host_state.assign(s.slot, s.request, s.tokens, left=left, position=s.position)
+            self.host_state.assign(s.slot, s.request, s.tokens, left=left, position=s.position, adapter=s.adapter)
             self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 

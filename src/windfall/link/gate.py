@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -25,13 +25,14 @@ REPEAT_S = 60.0  # seconds until a refusal is logged again that has the same pee
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Welcome of every worker contains."""
+    """What the Welcome of every worker with the same base contains."""
 
     model: str
     engine: m.EngineSpec
     heartbeat_s: float
     stalled_s: float = 60.0
     upload_bytes_per_s: float = 0.0
+    policies: tuple[str, ...] = ("",)
 
 
 class Gate:
@@ -44,27 +45,35 @@ class Gate:
         max_workers: int,
         trainer_secret: str = "",
         borrows: bool = True,
+        policies: Collection[str] = ("",),
     ) -> None:
-        """Without a `trainer_secret`, no trainer is accepted. `borrows`: workers that lend are accepted."""
+        """Without a `trainer_secret`, no trainer is accepted. `borrows`: workers that lend are accepted. `policies`:
+        those that trainers may train."""
         self.run = run
         self._token = token
         self._log = log
         self.max_workers = max_workers
         self._trainer_secret, self._borrows = trainer_secret, borrows
-        self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
+        self._policies = policies
+        self.terms: dict[str, Terms] = {}  # by base; empty until trainers have joined: workers must dial again later
+        # The base of a worker that joins, of those given. The same answer for the same worker until it has joined.
+        self.choose: Callable[[m.Hello, Collection[str]], str] = lambda hello, bases: next(iter(bases))
         self.workers = 0  # workers connected now
         # The last logged refusals by peer and reason: when (monotonic, s), and how many were left out since.
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
-    async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
+    async def worker(self, link: Link, serve: Callable[[Link, m.Hello, str], Awaitable[None]]) -> None:
+        """`serve` gets the worker's base, too."""
         hello, proof = await self._authenticate(link, handshake.WORKER, self._worker_secret)
         if hello is None:
             return
-        terms = self.terms
-        if terms is None:
+        # A lender has the model of its service. Another worker builds the engine that the Welcome describes.
+        fitting = [base for base, terms in self.terms.items() if not hello.lends or hello.model in ("", terms.model)]
+        if not self.terms:
             await self._refuse(link, "the run is still starting", again=True, log=False)
-        elif hello.model and hello.model != terms.model:
-            await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
+        elif not fitting:
+            models = ", ".join(dict.fromkeys(terms.model for terms in self.terms.values()))
+            await self._refuse(link, f"the run trains model {models}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name must be 1 to 64 printable characters without '#'")
         elif max(map(len, _texts(hello))) > 128:
@@ -78,10 +87,12 @@ class Gate:
             await self._refuse(link, why, again=True, log=False)
         else:
             self.workers += 1
+            base = self.choose(hello, fitting)
+            terms = self.terms[base]
             try:
                 await link.send(m.Welcome(proof=proof, worker=hello.name, **msgspec.structs.asdict(terms)))
-                if self.terms == terms:
-                    await serve(link, hello)
+                if self.terms.get(base) == terms:
+                    await serve(link, hello, base)
                 else:  # the worker dials again, and builds the engine that the run wants now
                     await link.close("the run wants another engine now")
             finally:
@@ -92,7 +103,10 @@ class Gate:
             await self._refuse(link, "no trainer is expected here")
             return
         hello, proof = await self._authenticate(link, handshake.TRAINER, lambda hello: self._trainer_secret)
-        if hello is not None:
+        if hello is not None and hello.policy not in self._policies:
+            names = ", ".join(map(repr, self._policies))
+            await self._refuse(link, f"the run has no policy {clip(hello.policy)!r}, but {names}")
+        elif hello is not None:
             await link.send(m.TrainerWelcome(proof=proof))
             await serve(link, hello)
 

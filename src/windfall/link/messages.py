@@ -20,7 +20,7 @@ new handle, so a late frame is recognized by its handle alone.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -285,6 +285,11 @@ class Tokens(Message, frozen=True, tag=11):
     logprobs: bytes  # log-probs of these tokens: consecutive float32
     finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
     versions: dict[str, int] = {}  # by policy, instead of `version`, if the policies have names
+
+    @property
+    def by_policy(self) -> Mapping[str, int]:
+        """The versions that generated the tokens, by policy."""
+        return self.versions or {"": self.version}
 
     def version_of(self, policy: str) -> int | None:
         """The version that generated the tokens of this policy; None if the frame does not say it."""

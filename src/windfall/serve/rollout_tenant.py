@@ -157,15 +157,21 @@ class RolloutTenant(EngineThread):
 
     @order
     def swap(
-        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+        self,
+        version: int,
+        weights: Mapping[str, Any] | None,
+        done: Callable[[BaseException | None], None],
+        *,
+        policy: str = "",
     ) -> None:
+        copied = functools.partial(self._copied, version, policy, done)
         if weights is None:
-            self._copied(version, done, None)
+            copied(None)
             return
         engine = self.engine
         ready = engine.ready_weights
         if ready is None:
-            self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
+            self._in_thread(lambda: copy_weights(engine.model, version, weights), copied)
             return
 
         self._swaps += 1
@@ -187,13 +193,13 @@ class RolloutTenant(EngineThread):
                 done(error or WindfallError(f"version {version} was replaced while it was loaded"))
                 return
             if error is not None:
-                self._copied(version, done, error)
+                copied(error)
             else:
-                self._in_thread(ready.activate, version, done)
+                self._in_thread(ready.activate, copied)
 
         threading.Thread(target=load, name="rollout weights", daemon=True).start()
 
-    def _in_thread(self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]) -> None:
+    def _in_thread(self, copy: Callable[[], None], copied: Callable[[BaseException | None], None]) -> None:
         """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
         self.engine.finish_launches()
         self._swapping = True
@@ -207,20 +213,26 @@ class RolloutTenant(EngineThread):
                 error = e
             finally:
                 self._copying.release()
-            self._orders.put(functools.partial(self._copied, version, done, error))
+            self._orders.put(functools.partial(copied, error))
 
         threading.Thread(target=run, name="rollout weights", daemon=True).start()
 
-    def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+    def _copied(
+        self,
+        version: int,
+        policy: str,
+        done: Callable[[BaseException | None], None],
+        error: BaseException | None,
+    ) -> None:
         self._swapping = False
         self._stepped_s = time.monotonic()  # the time of the swap is no sign of starvation
         if error is None:
-            self.engine.swap(version)
-            self._mixed = False
+            self.engine.swap(version, policy=policy)
+            self._mixed.clear()
             self._host.begin_step()
             self._report(time.monotonic(), at_once=True)
         elif not isinstance(error, WindfallError):  # else nothing has changed
-            self._mixed = True
+            self._mixed.add("")
         done(error)
 
     # The methods below run in the host's thread.
@@ -399,7 +411,8 @@ class RolloutTenant(EngineThread):
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)
-        self._running.difference_update(given)
+        for handle in given:
+            del self._running[handle]
         if given:
             self._report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
             self._emit(Released(handles=given))

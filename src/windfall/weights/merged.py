@@ -2,7 +2,8 @@
 
 `MergedWeights` is what an engine gets at a swap if the run trains adapters. It computes nothing until a weight is
 copied into the engine, and then one matrix at a time, on the engine's device. So a swap needs room for one matrix in
-float32, not for a second copy of the model, and decoding is as fast as without adapters.
+float32, not for a second copy of the model, and decoding is as fast as without adapters. An engine that holds several
+adapters beside each other merges nothing: it takes `base`, `pairs` and `scale`.
 
 Rules:
 - the sum is computed in float32 and rounded once, to the dtype of the engine. `merge` is the only place that does so:
@@ -74,32 +75,32 @@ class MergedWeights(Mapping[str, "torch.Tensor"]):
         base_is_loaded: bool = False,
     ) -> None:
         """`base_is_loaded`: the engine has the weights of this base that are not adapted, so they are not copied."""
-        self._base = base
-        self._scale = scale
-        self._base_is_loaded = base_is_loaded
-        self._pairs = pairs(adapter, {name: t.shape for name, t in base.items()}, "weights")
+        self.base = base
+        self.scale = scale
+        self.base_is_loaded = base_is_loaded
+        self.pairs = pairs(adapter, {name: t.shape for name, t in base.items()}, "weights")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
+        return iter(self.base)
 
     def __len__(self) -> int:
-        return len(self._base)
+        return len(self.base)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The weight, merged if it is adapted, in the dtype and on the device of the base."""
-        weight, pair = self._base[name], self._pairs.get(name)
-        return weight if pair is None else merge(weight, pair, self._scale).to(weight.dtype)
+        weight, pair = self.base[name], self.pairs.get(name)
+        return weight if pair is None else merge(weight, pair, self.scale).to(weight.dtype)
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a weight. Does not compute the weight."""
-        return self._base[name].shape
+        return self.base[name].shape
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         """Write the weight into the engine's own tensor. An adapted one is computed on the device of `target`."""
-        weight, pair = self._base[name], self._pairs.get(name)
+        weight, pair = self.base[name], self.pairs.get(name)
         if pair is not None:
-            target.copy_(merge(weight.to(target.device), pair, self._scale))
-        elif not self._base_is_loaded:
+            target.copy_(merge(weight.to(target.device), pair, self.scale))
+        elif not self.base_is_loaded:
             target.copy_(weight)
 
 

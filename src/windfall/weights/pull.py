@@ -9,7 +9,8 @@ Rules:
 - chunks that the buffer already holds, verified, are not read: those of a failed pull, and unchanged ones;
 - deltas are read first, then applied together. The result is verified; if chunks are wrong, or a delta could not be
   read, the rest comes from the full copy, whose sources the reader asks for;
-- the base of an adapter is kept in a buffer of its own. Its digest is part of the adapter's digest;
+- the base of an adapter is kept in a buffer of its own, one for all adapters of this process (`beside`). Its digest is
+  part of the adapter's digest;
 - all that is verified can be read by others (`files`, which serve.py serves), also during the pull. Before its buffer
   changes, a file is withdrawn. Deltas stay readable: those of the last load, and older ones of a quarter of the copy.
 """
@@ -72,8 +73,10 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
+        files: HeldFiles | None = None,
+        base: LocalCopy | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read."""
+        """`parallel`: connections at the start of a read. `files` and `base`: those of another puller (`beside`)."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -82,9 +85,9 @@ class Puller:
         self.timeout_s = timeout_s
         self.tries = tries
         self.ssl = ssl
-        self.files = HeldFiles()
+        self.files = files or HeldFiles()
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files), LocalCopy(self.files)
+        self._weights, self._base = LocalCopy(self.files), base or LocalCopy(self.files)
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
@@ -94,6 +97,20 @@ class Puller:
     @property
     def held(self) -> Manifest | None:
         return self._weights.held
+
+    def beside(self) -> Puller:
+        """A puller of another policy in this process. Both have the same files and the same base, so they must not pull
+        at the same time."""
+        options = {"parallel": self.parallel, "timeout_s": self.timeout_s, "tries": self.tries, "ssl": self.ssl}
+        return Puller(key=self.key, files=self.files, base=self._base, **options)
+
+    def close(self) -> None:
+        """Free what is held, apart from the base."""
+        self._weights.close()
+        for held in self._deltas:
+            self.files.remove(held)
+            held.buffer.close()
+        self._deltas = []
 
     def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
         """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
@@ -138,7 +155,7 @@ class Puller:
 
     def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
         if copy.held is None or copy.held.digest != file:
-            copy.held = self._read_file(file, copy.begin).manifest
+            copy.held = self._read_file(file, copy.file, copy.begin).manifest
         return copy.held
 
     def _update(self, deltas: list[m.FileRef], digest: str) -> float:
@@ -148,7 +165,8 @@ class Puller:
         if copy.held is None or copy.held.digest != deltas[0].before:
             return 0.0
         try:
-            blobs = [self._read_file(each.digest, self._hold_delta) for each in deltas]
+            known = {held.manifest.digest: held for held in self._deltas}
+            blobs = [self._read_file(each.digest, known.get(each.digest), self._hold_delta) for each in deltas]
             began_s, wanted = time.monotonic(), decode(blobs[-1].manifest.result, digest)
         except (PullFailed, WindfallError):
             if self._stop.is_set():
@@ -171,10 +189,12 @@ class Puller:
         self.files.add(held)
         return held
 
-    def _read_file(self, file: str, hold: Callable[[Manifest], HeldFile]) -> HeldFile:
-        """Read what is missing of a file. `hold` gives a file with this manifest a buffer, if it has none yet."""
+    def _read_file(self, file: str, held: HeldFile | None, hold: Callable[[Manifest], HeldFile]) -> HeldFile:
+        """Read what is missing of a file. `held`: what this puller has. `hold` gives a file with this manifest a buffer
+        if that is another one."""
         with self._sources(file) as sources:
-            held = self.files.find(file) or hold(read_manifest(sources))
+            if held is None or held.manifest.digest != file:
+                held = hold(read_manifest(sources))
             Download(sources, held).run(self.parallel)
         return held
 
@@ -223,19 +243,28 @@ class LocalCopy:
         """What the buffer holds, with every chunk verified."""
         self.buffer = Buffer(0)
         self._files = files
-        self._file: HeldFile | None = None
+        self.file: HeldFile | None = None
+        """What the buffer is for, complete or being filled."""
+
+    def close(self) -> None:
+        self.held = None
+        if self.file is not None:
+            self._files.remove(self.file, WITHDRAW_S)
+            self.file = None
+        self.buffer.close()
+        self.buffer = Buffer(0)
 
     def begin(self, wanted: Manifest, *, reuse: bool = True) -> HeldFile:
         """From now on, the buffer is for these weights. With `reuse`, chunks that have the same bytes at the same place
         are not missing."""
-        self.held, old = None, self._file
+        self.held, old = None, self.file
         if old is not None:
             self._files.remove(old, WITHDRAW_S)
         if self.buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
             reuse = False
         known = old.seals() if old is not None and reuse else {}
-        file = self._file = HeldFile(wanted, self.buffer)
+        file = self.file = HeldFile(wanted, self.buffer)
         for i, chunk in enumerate(pairwise(wanted.bounds())):
             if known.get(chunk) == wanted.seal(i):
                 file.add(i)

@@ -4,8 +4,10 @@
                               │          └─ once ─▶ build the engine ──▶┘
                               └───▶ Refused: exit (or retry later)
 
-If a Welcome describes a KV cache of another dtype than the last one, the worker builds its engine anew. A lender does
-not: its KV cache has the dtype of its model.
+If a Welcome describes another engine than the last one, the worker builds its engine anew: the run wants another KV
+cache, or this worker for another base. A lender does not: its engine is that of its service.
+
+A worker has all policies on its base. Each has a puller of its own; they share the base of adapters.
 
 A worker exits when the controller drains or refuses it, when its machine is about to be preempted (Notice), or when no
 controller has answered for `patience_s`. Weights and engine outlive a link, so after a short outage the worker is ready
@@ -87,6 +89,14 @@ class WeightPuller(Protocol):
 
     def base_tensors(self) -> Mapping[str, Any]: ...
 
+    def beside(self) -> WeightPuller:
+        """One more of its kind, for another policy."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds: its policy is no longer wanted here."""
+        ...
+
 
 @dataclass(eq=False)
 class ControllerClient:
@@ -95,6 +105,7 @@ class ControllerClient:
     name: str
     lease: Lease
     puller: WeightPuller
+    """That of the first policy."""
     build: Callable[[m.EngineSpec], tuple[Any, int]]
     """Returns (engine, slots). Runs in the engine's thread while the weights are pulled."""
     files: HeldFiles | None = None
@@ -120,15 +131,20 @@ class ControllerClient:
     def __post_init__(self) -> None:
         self._dialer = Dialer(self.url, "/worker", m.ToWorker, ssl=self.ssl)
         self._host: EngineThread | None = None
-        self._kv_dtype = ""
-        """`kv_dtype` of the spec for which the engine was built."""
+        self._spec: m.EngineSpec | None = None
+        """The spec for which the engine was built."""
         self._boot_reported = False
-        self._held: tuple[int, str] = (-1, "")
+        self._held: dict[str, tuple[int, str]] = {}
+        self._pullers: dict[str, WeightPuller] = {"": self.puller}
+        """By policy of the last Welcome."""
+        self._received = 0
+        """Bytes that pullers received which are closed."""
         self._upload = UploadLimit()
         self._server: RunningServer | None = None
         self._location = self._own_address = ""
-        self._last_pull = ("", "")
-        """Digest of the weights pulled last, and of their base. If they are in the engine, so is that base."""
+        self._pulled: dict[str, tuple[str, str]] = {}
+        """By policy: digest of the weights pulled last, and of their base. If they are in the engine, so is that
+        base."""
         self._worker_link: WorkerLink | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
@@ -239,7 +255,7 @@ class ControllerClient:
             name=self.name,
             lease=self.lease,
             model=self.model,
-            held={} if self._held[0] < 0 else {"": self._held},
+            held=self._held,
             age_s=process.age_s(),
             engine=self._host.capabilities if self._host else Capabilities(),
             lends=self.lends,
@@ -265,8 +281,10 @@ class ControllerClient:
 
     async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
         """Serve one link until it ends. Returns why the controller drained this worker."""
-        if self._host is not None and not self.lends and welcome.engine.kv_dtype != self._kv_dtype:
+        spec = msgspec.structs.replace(welcome.engine, checked=())
+        if self._host is not None and not self.lends and spec != self._spec:
             await self._drop_engine()
+        await asyncio.to_thread(self._set_policies, welcome.policies)
         host = self._host or self._make_host(welcome)
         worker_link = self._worker_link = WorkerLink(
             link,
@@ -275,11 +293,9 @@ class ControllerClient:
             heartbeat_s=welcome.heartbeat_s,
             stalled_s=welcome.stalled_s,
             boot=self._report_boot,
-            pulled_bytes=lambda: self.puller.bytes_received,
+            pulled_bytes=self._pulled_bytes,
             sent_bytes=lambda: self._upload.sent_bytes,
-            reroute=lambda routed: self.puller.reroute(
-                msgspec.structs.replace(routed, route=self._resolved(routed.route))
-            ),
+            reroute=self._reroute,
         )
         self._upload.bytes_per_s = welcome.upload_bytes_per_s
         worker_link.held = self._held
@@ -300,12 +316,12 @@ class ControllerClient:
         await asyncio.to_thread(self._host.close, BUILD_S)  # it may still be building this one
         if self._host.built:
             self._host.engine.close()
-        self._host, self._held = None, (-1, "")
+        self._host, self._held = None, {}
         gc.collect()  # engines have cycles of references
 
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
         """Start building the engine. This continues if the link ends; meanwhile the link pulls the weights."""
-        self.model, self._kv_dtype = welcome.model, welcome.engine.kv_dtype
+        self.model, self._spec = welcome.model, msgspec.structs.replace(welcome.engine, checked=())
         host = self._host = self.host(lambda: self.build(welcome.engine))
         loop = asyncio.get_running_loop()
         host.start(lambda: loop.call_soon_threadsafe(self._engine_failed) and None)
@@ -333,28 +349,53 @@ class ControllerClient:
         elif error is not None and not self._end.done():
             self._end.set_exception(error)  # an unexpected error
 
+    def _set_policies(self, policies: tuple[str, ...]) -> None:
+        """This worker has these policies from now on. A puller of a former one is used for a new one, because its
+        buffer has the right size if both are full copies of the same model."""
+        free = [self._pullers.pop(policy) for policy in list(self._pullers) if policy not in policies]
+        for policy in policies:
+            if policy not in self._pullers:
+                self._pullers[policy] = free.pop(0) if free else self.puller.beside()
+        for puller in free:
+            self._received += puller.bytes_received
+            puller.close()
+        self._held = {policy: held for policy, held in self._held.items() if policy in policies}
+
+    def _pulled_bytes(self) -> int:
+        return self._received + sum(puller.bytes_received for puller in self._pullers.values())
+
+    def _reroute(self, routed: m.Routed) -> None:
+        if (puller := self._pullers.get(routed.policy)) is not None:
+            puller.reroute(msgspec.structs.replace(routed, route=self._resolved(routed.route)))
+
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
         """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before its reuse."""
-        before = self.puller.bytes_received
-        in_engine = None if self._worker_link is None else self._worker_link.held[1]  # not only in the puller
-        held = in_engine == load.digest
+        puller = self._pullers[load.policy]
+        before = puller.bytes_received
+        held = {} if self._worker_link is None else self._worker_link.held
+        in_engine = {policy: digest for policy, (_, digest) in held.items()}  # not only in a puller
         files = tuple(m.FileRoute(file=each.file, route=self._resolved(each.route)) for each in load.files)
         load = msgspec.structs.replace(load, files=files)
-        pulled = self.puller.pull(load, self._ask, stop=give_up)
-        manifest, received = pulled.manifest, self.puller.bytes_received - before
-        tensors = None if held else self.puller.tensors()
-        if tensors is not None and manifest.base:  # they are an adapter
-            loaded = self._last_pull == (in_engine, manifest.base)
-            tensors = MergedWeights(self.puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
-        self._last_pull = (manifest.digest, manifest.base)
+        pulled = puller.pull(load, lambda question: self._ask(question, load.policy), stop=give_up)
+        manifest, received = pulled.manifest, puller.bytes_received - before
+        tensors = None if in_engine.get(load.policy) == load.digest else puller.tensors()
+        slots = self._spec is not None and self._spec.adapters > 0
+        base = manifest.base or (manifest.digest if slots else "")
+        if tensors is not None and base:
+            loaded = any(self._pulled.get(policy) == (digest, base) for policy, digest in in_engine.items())
+            if manifest.base:  # they are an adapter
+                tensors = MergedWeights(puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
+            else:  # a policy that is not trained, beside adapters of the same base
+                tensors = MergedWeights(tensors, {}, 1.0, base_is_loaded=loaded)
+        self._pulled[load.policy] = (manifest.digest, base)
         return PulledWeights(
             digest=manifest.digest, tensors=tensors, bytes=received, used=pulled.used, apply_s=pulled.apply_s
         )
 
-    def _ask(self, question: m.AskRoute) -> None:
+    def _ask(self, question: m.AskRoute, policy: str) -> None:
         """Runs in a thread of the pull."""
         if (link := self._worker_link) is not None:
-            link.say_from_thread(question)
+            link.say_from_thread(msgspec.structs.replace(question, policy=policy))
 
     def _resolved(self, route: m.ReadRoute) -> m.ReadRoute:
         """Replace the host `_` by the host at which this worker reached the controller."""

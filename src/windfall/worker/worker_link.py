@@ -4,12 +4,14 @@ serve()     waits for: orders from the controller      until the link ends, or t
 _send       waits for: frames of the engine's thread   a bounded number is queued; then the engine waits
 _beat       waits for: the next heartbeat
 _load       waits for: the weights (in a thread), then the engine, if it is still being built
-                                                       canceled when another version is requested; if any of its parts
-                                                       is stuck, serving ends with Stalled
+                                                       canceled when another version of the same policy is requested; if
+                                                       any of its parts is stuck, serving ends with Stalled
 
 Rules of a load:
 - The engine goes on with the old weights during the pull, and if the load fails.
-- The last Load counts, even if it is for an older version. A Load that is already in progress is not begun again.
+- Loads of different policies are carried out one after the other.
+- The last Load of a policy counts, even if it is for an older version. A Load that is already in progress is not begun
+  again.
 - Each completed load sends one Loaded, before any tokens that were generated with the new weights. A canceled load
   sends nothing. Tokens that the engine generated before the swap may follow a Loaded, under their own version.
 """
@@ -95,18 +97,24 @@ class WorkerLink:
         self._reroute = reroute
         self._heartbeat_s = heartbeat_s
         self._stalled_s = stalled_s
-        self.held: tuple[int, str] = (-1, "")
-        """Version and digest of the weights in the engine."""
+        self.held: dict[str, tuple[int, str]] = {}
+        """By policy: version and digest of the weights in the engine."""
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
         self._room = threading.Semaphore(MAX_QUEUED_FRAMES)
         self._over = threading.Event()
         self._left_sent = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
-        self._requested: m.Load | None = None
-        self._routed: dict[str, m.ReadRoute] = {}
-        """By file: routes that came after the last Load, perhaps before its pull."""
+        self._waiting: dict[str, m.Load] = {}
+        """By policy: the load that comes next."""
+        self._routed: dict[tuple[str, str], m.ReadRoute] = {}
+        """By policy and file: routes that came after the last Load, perhaps before its pull."""
+        self._current: m.Load | None = None
+        """The load in progress."""
+        self._policy = ""
+        """The policy of the load in progress, or of the last one."""
         self._give_up = threading.Event()
+        """Ends the load in progress."""
         self._load_phase: Literal["", "pull", "build", "swap"] = ""
         """The part of the current load that is in progress."""
         self._pull_progress = (0, self._loop.time())
@@ -165,8 +173,10 @@ class WorkerLink:
             now, pulled = self._loop.time(), self._pulled_bytes()
             if self._load_phase != "pull" or pulled != self._pull_progress[0]:
                 self._pull_progress = (pulled, now)
-            stats = msgspec.structs.replace(self.host.stats(), loading=self._load_phase, pulled_bytes=pulled)
-            stats = msgspec.structs.replace(stats, sent_bytes=self._sent_bytes())
+            stats = msgspec.structs.replace(
+                self.host.stats(), loading=self._load_phase, policy=self._policy, pulled_bytes=pulled,
+                sent_bytes=self._sent_bytes(),
+            )  # fmt: skip
             self.say(stats)
             if stats.idle_s > self._stalled_s:
                 raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses running")
@@ -184,7 +194,7 @@ class WorkerLink:
                 case m.SiblingTokens():
                     self.host.remember(message)
                 case m.Routed():
-                    self._routed[message.file] = message.route
+                    self._routed[message.policy, message.file] = message.route
                     self._reroute(message)
                 case m.Release():
                     self.host.release(message.handles)
@@ -216,22 +226,31 @@ class WorkerLink:
                 await self._left_sent.wait()
 
     def _begin_loading(self, load: m.Load) -> None:
-        if load == self._requested and self._loading is not None and not self._loading.done():
+        current = self._current if self._current is not None and self._current.policy == load.policy else None
+        if load == self._waiting.get(load.policy, current):
             return
-        self._requested, self._routed = load, {}
-        self._give_up.set()
-        self._give_up = threading.Event()
-        before = self._loading
-        self._loading = None
-        self._loading = asyncio.create_task(self._load(load, self._give_up, before))
+        self._waiting[load.policy] = load
+        self._routed = {key: route for key, route in self._routed.items() if key[0] != load.policy}
+        if current is not None:
+            self._give_up.set()
+        if self._current is None:
+            self._current = load
+            self._loading = asyncio.create_task(self._load_all())
 
-    async def _load(self, load: m.Load, give_up: threading.Event, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.gather(before, return_exceptions=True)  # only one pull at a time may use the buffer
-        if give_up.is_set():
-            return
+    async def _load_all(self) -> None:
+        """Only one pull at a time may use a buffer."""
+        try:
+            while self._waiting:
+                self._current = load = self._waiting.pop(next(iter(self._waiting)))
+                self._policy, self._give_up = load.policy, threading.Event()
+                await self._load(load, self._give_up)
+        finally:
+            self._current = None
+
+    async def _load(self, load: m.Load, give_up: threading.Event) -> None:
         started = time.monotonic()
-        files = (m.FileRoute(file=f.file, route=self._routed.get(f.file.digest, f.route)) for f in load.files)
+        routed = {file: route for (policy, file), route in self._routed.items() if policy == load.policy}
+        files = (m.FileRoute(file=f.file, route=routed.get(f.file.digest, f.route)) for f in load.files)
         load = msgspec.structs.replace(load, files=tuple(files))
         try:
             self._load_phase = "pull"
@@ -248,7 +267,7 @@ class WorkerLink:
                 self._stuck.set_exception(e)
         except Exception as e:  # fault boundary: any error is reported to the controller, which may retry
             if not give_up.is_set():
-                self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
+                self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}", policy=load.policy))
         finally:
             self._load_phase = ""
 
@@ -265,8 +284,10 @@ class WorkerLink:
         """Swap the weights between two engine steps, and send Loaded. The pull lasted from `started` to `pulled`
         (monotonic clock, seconds)."""
         done: asyncio.Future[None] = self._loop.create_future()
-        held, swapping = self.held, time.monotonic()
-        self.held = (-1, "")  # until the swap is known to be complete
+        swapping, others = time.monotonic(), {name: held for name, held in self.held.items() if name != load.policy}
+        if others and not self.host.capabilities.adapters:
+            raise WindfallError(f"this engine holds one policy, and has {next(iter(others))!r}")
+        held, self.held = self.held, {}  # until the swap is known to be complete
 
         def finish(error: BaseException | None) -> None:
             if done.done() or self._over.is_set():
@@ -277,7 +298,7 @@ class WorkerLink:
                 done.set_exception(error)
                 return
             # Here, and not in the task that waits: a frame of the next step may already be on its way.
-            self.held = (load.version, weights.digest)
+            self.held = others | {load.policy: (load.version, weights.digest)}
             now = time.monotonic()
             parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
             self.say(
@@ -293,6 +314,7 @@ class WorkerLink:
                     kv_tokens=self.host.kv_tokens,
                     used=weights.used,
                     apply_s=weights.apply_s,
+                    policy=load.policy,
                 )
             )
             done.set_result(None)
@@ -301,7 +323,7 @@ class WorkerLink:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the link
                 self._loop.call_soon_threadsafe(finish, error)
 
-        self.host.swap(load.version, weights.tensors, swapped)
+        self.host.swap(load.version, weights.tensors, swapped, policy=load.policy)
         deadline_s = self._loop.time() + SWAP_S
         while not done.done():
             await asyncio.wait([done], timeout=min(SWAP_CHECK_S, SWAP_S))

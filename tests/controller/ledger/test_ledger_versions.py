@@ -20,7 +20,7 @@ from windfall.types import Sampling
 
 def opened(*ids: str, window: tuple[int, int] = (3, 5), version: int | None = None, max_tokens: int = 40) -> Ledger:
     ledger = Ledger()
-    ledger.set_window(*window)
+    ledger.set_window("", *window)
     for id in ids:
         ledger.open(
             Episode(id, prompt=(5,), seed=1, max_tokens=max_tokens, sampling=Sampling(), stop=frozenset([0]),
@@ -88,9 +88,9 @@ def test_version_that_the_worker_has_not_loaded_is_refused() -> None:
     """Its number is in the window, but the worker has other weights: those of a trainer that was lost."""
     ledger = opened("1/0", "1/1")
     a, b = assign(ledger, 3), assign(ledger, 3)
-    assert ledger.accept("a", frame(3, (a, 0, 1), (b, 0, 1)), loaded=3).complete
-    assert ledger.accept("a", frame(5, (a, 1, 1)), loaded=4).dropped == [a]
-    assert ledger.accept("a", frame(4, (b, 1, 1)), loaded=-1).dropped == [b]
+    assert ledger.accept("a", frame(3, (a, 0, 1), (b, 0, 1)), loaded={"": 3}).complete
+    assert ledger.accept("a", frame(5, (a, 1, 1)), loaded={"": 4}).dropped == [a]
+    assert ledger.accept("a", frame(4, (b, 1, 1)), loaded={"": -1}).dropped == [b]
     assert ledger.counts.stale == 2
     ledger.check()
 
@@ -105,7 +105,7 @@ def test_fixed_version_accepts_only_that_version() -> None:
     ledger = opened("eval-4:9/0", version=4)
     a = assign(ledger, 4)
     assert ledger.accept("a", frame(4, (a, 0, 2))).complete
-    assert ledger.set_window(5, 7) == {}, "it goes on with its version, which has left the window"
+    assert ledger.set_window("", 5, 7) == {}, "it goes on with its version, which has left the window"
     assert ledger.accept("a", frame(4, (a, 2, 1))).complete
     assert ledger.accept("a", frame(5, (a, 3, 1))).dropped == [a], "not with a newer one"
     assert versions(ledger, "eval-4:9/0") == [(4, 3)]
@@ -144,7 +144,7 @@ def test_window_that_moves_on_takes_responses_from_old_workers() -> None:
     a, b, c = assign(ledger, 3, "a"), assign(ledger, 4, "b"), assign(ledger, 3, "a")
     ledger.accept("a", frame(3, (a, 0, 1), (c, 0, 1)))
     ledger.accept("a", frame(4, (c, 1, 1)))
-    assert ledger.set_window(4, 6) == {"a": [a]}
+    assert ledger.set_window("", 4, 6) == {"a": [a]}
     assert list(ledger.queue) == ["1/0"]
     assert ledger.oldest_version("1/2") == 3, "its old token stays: the check at use decides"
     ledger.check()
@@ -168,7 +168,7 @@ def test_every_token_keeps_the_version_that_generated_it(moves: list[tuple[str, 
     for what, n in moves:
         if what == "publish":
             newest += 1
-            ledger.set_window(newest - eta, newest)
+            ledger.set_window("", newest - eta, newest)
         elif what == "swap":
             held = newest
         elif what == "move":
@@ -230,7 +230,7 @@ def test_random_swaps_of_many_workers_lose_nothing() -> None:
                 ledger.release(worker)
             case "publish" if choose.random() < 0.2:
                 newest += 1
-                ledger.set_window(newest - 2, newest)
+                ledger.set_window("", newest - 2, newest)
         for name, version in held.items():
             held[name] = max(version, newest - 2)
         for id in list(ledger.queue):
@@ -247,7 +247,7 @@ def test_response_that_continues_on_the_same_worker_has_not_moved() -> None:
     ledger = opened("1/0")
     a = assign(ledger, 3)
     ledger.accept("a", frame(3, (a, 0, 2)))
-    assert ledger.set_window(4, 6) == {"a": [a]}
+    assert ledger.set_window("", 4, 6) == {"a": [a]}
     assert ledger.counts.moved == 0, "nothing has moved yet"
     assign(ledger, 6)
     assert (ledger.counts.moved, ledger.counts.prefilled_again) == (0, 3)

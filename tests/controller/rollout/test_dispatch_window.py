@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
@@ -108,7 +108,7 @@ async def started(folder: Path, on_new_weights: Literal["interrupt", "finish"]) 
     """Two workers with two slots each hold version 3 and run four responses, of which two tokens have arrived. Two more
     responses are queued. The bound is 1."""
     events = EventLog(folder / "events.jsonl")
-    run = Run(Dispatch(events=events, staleness=1, on_new_weights=on_new_weights))
+    run = Run(Dispatch(events=events, versions=[PolicyVersions(staleness=1)], on_new_weights=on_new_weights))
     run.publish(3)
     for name in ("a", "b"):
         run.join(name)

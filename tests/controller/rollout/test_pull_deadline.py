@@ -99,7 +99,7 @@ def test_draining_worker_that_stays_is_gone() -> None:
 def test_stuck_worker_is_drained(tmp_path: Path, served: bool) -> None:
     async def part(world: World) -> None:
         world.dispatch.members.patience = Patience(stalled_s=0.5, tick_s=0.05)
-        world.dispatch.loading.served = lambda: served
+        world.dispatch.loading.served = lambda policy: served
         world.open("1/0")
         world.dispatch.set_offer(OFFER)
         link = world.join("w")

@@ -13,6 +13,7 @@ from tests.support.scripted_engine import SEED, Asks, Scripted, rolling
 from windfall.controller.ledger.journal_format import TokenRun
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stream
+from windfall.controller.scheduling.versions import PolicyVersions
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.recipe.sections import RolloutSection as Options
@@ -47,7 +48,7 @@ class Opened:
 
     def __init__(self, folder: Path, journal: dict[str, int]) -> None:
         self.events, self.env = EventLog(folder / "events.jsonl"), Late()
-        self.dispatch = Dispatch(events=self.events, staleness=2)
+        self.dispatch = Dispatch(events=self.events, versions=[PolicyVersions(staleness=2)])
         text: Any = CharacterText()
         self.rollout = Rollout(self.dispatch, self.env, text, Options(max_tokens=9), seed=SEED, events=self.events)
         self.rollout.history = {

@@ -68,7 +68,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log)
-        self.dispatch = Dispatch(events=self.events, directory=Directory(TrafficPrices(), region="us"))
+        self.dispatch = Dispatch(events=self.events, directories={"": Directory(TrafficPrices(), region="us")})
 
     def offer(self, version: int) -> None:
         self.dispatch.weights.publish(published(version))

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
+from windfall.controller.scheduling.members import HeldPolicy, Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
 from windfall.link.messages import Stats
 from windfall.types import Lease
 
-ONE = VersionWindow().advance(1, "d", staleness=0)
+ONE = PolicyVersions(window=VersionWindow().advance(1, "d", staleness=0))
 PATIENCE = Patience(suspect_s=3.0, gone_s=8.0, stalled_s=60.0, tick_s=0.25)
 TICK_S = PATIENCE.tick_s
 
@@ -212,7 +213,7 @@ def _live(choose: Callable[[Sequence[Any]], Any], *, steps: int) -> Account:
     for _ in range(steps):
         step, here = choose(STEPS), [m.id for m in members.here()]
         if step == "join":
-            member = members.join(choose("ab"), Lease(), now, version=5, digest="v5")
+            member = members.join(choose("ab"), Lease(), now, held={"": (5, "v5")})
             assert member.id not in account.state, "an id is used once"
             account.heard_s[member.id], account.holds[member.id] = account.listening_s, (5, "v5")
         elif step == "offer":
@@ -280,9 +281,12 @@ NEXT: dict[Any, str] = {
 
 
 def _compare(members: Members, version: int, account: Account) -> None:
-    routable = {m.id for m in members.routable(VersionWindow().advance(version, f"v{version}", staleness=0))}
+    routable = {
+        m.id
+        for m in members.routable(PolicyVersions(window=VersionWindow().advance(version, f"v{version}", staleness=0)))
+    }
     account.routed += len(routable)
-    assert not members.routable(VersionWindow().advance(version, "another digest", staleness=0))
+    assert not members.routable(PolicyVersions(window=VersionWindow().advance(version, "another digest", staleness=0)))
     for id, member in members.all.items():
         before = account.state.get(id, WorkerState.JOINING)
         assert member.state in NEXT[before].split(), f"{before} to {member.state}"
@@ -308,7 +312,7 @@ def test_only_allowed_state_changes_are_accepted() -> None:
 
 def test_routable_workers_are_ready_with_exactly_these_weights() -> None:
     members = Members(PATIENCE)
-    members.join("had it before joining", Lease(), 0.0, version=1, digest="d")
+    members.join("had it before joining", Lease(), 0.0, held={"": (1, "d")})
     ready(members, "right")
     ready(members, "older", version=0)
     ready(members, "same version, other digest", digest="e")
@@ -319,7 +323,8 @@ def test_routable_workers_are_ready_with_exactly_these_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"version": -1}, {"slots": 0}, {"id": "other"}, {"state": WorkerState.GONE, "suspect": True}]
+    "change",
+    [{"held": {"": HeldPolicy()}}, {"slots": 0}, {"id": "other"}, {"state": WorkerState.GONE, "suspect": True}],
 )
 def test_check_finds_broken_rules(change: dict[str, Any]) -> None:
     members = Members(PATIENCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.members import VersionWindow
+from windfall.controller.scheduling.versions import VersionWindow
 
 
 @given(eta=st.integers(0, 4), moves=st.lists(st.integers(-3, 1), max_size=30))

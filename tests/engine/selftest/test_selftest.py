@@ -3,6 +3,7 @@ every command that loads a model. Not covered here: a GPU (test_gpu_selftest.py)
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from model_families import families
 from tests.support.hostile import models as hostile
 from windfall.engine import factory
 from windfall.engine.selftest import judge, shrink, verdict
+from windfall.engine.torch.adapters import TorchAdapters
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
@@ -38,6 +40,16 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(verdict, "_passed", set())
+
+
+def test_adapters_are_compared_with_merged_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, how = hostile.ARCHITECTURES["llama"].config(), {"longest": 100, "adapters": True, **ON_CPU}
+    make = functools.partial(TorchEngine, adapters=verdict.ADAPTERS, adapter_rank=verdict.ADAPTER_RANK)
+    assert judge.judge_engine(config, make, **how).nats < 5e-4
+    right = TorchAdapters.hold
+    monkeypatch.setattr(TorchAdapters, "hold", lambda self, n, pairs, scale: right(self, n, pairs, 0.8 * scale))
+    with pytest.raises(WindfallError, match=r"log-probs differ by .* \(adapter one 0, beside others\)"):
+        judge.judge_engine(config, make, **how)
 
 
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import vllm_case
+from tests.support.adapter_case import RANK, given, merged, random_adapter
 from tests.support.small_models import drain, logprobs, requests, tokens
 from tests.support.vllm_case import CLOSE, MODELS, build, engine, versions
 from windfall.errors import WindfallError
@@ -214,6 +215,37 @@ def test_adapters_are_merged_at_the_swap(llamas: list[Any]) -> None:
     e.swap(1, MergedWeights(base, pair, 0.1))
     said = drain(e, [request])[request.id]
     assert torch.allclose(torch.tensor(logprobs(said)), oracle(merged, request, tokens(said)), atol=CLOSE, rtol=0)
+
+
+def test_several_adapters_in_one_batch_and_a_swap_of_one(llamas: list[Any]) -> None:
+    base = llamas[0]
+    adapters: dict[str, Any] = {name: random_adapter(base, n, size=0.2) for n, name in enumerate(("one", "two", "new"))}
+    e = engine(base, adapters=4, adapter_rank=RANK)
+    for policy in ("one", "two"):
+        e.swap(0, given(base, adapters[policy], loaded=True), policy=policy)
+    e.swap(0, given(base, {}, loaded=True), policy="none")
+    policies = ("one", "two", "none")
+    wanted = [replace(r, policy=policies[n % 3], max_tokens=20) for n, r in enumerate(requests(6, seed=3))]
+    for r in wanted:
+        e.add(r)
+    made: dict[str, list[Any]] = {r.id: [] for r in wanted}
+    for step in range(200):
+        if step == 6:
+            e.swap(1, given(base, adapters["new"], loaded=True), policy="one")
+        for c in e.step():
+            made[c.id].append(c)
+    e.check()
+    assert len(e) == 0
+    oracles = {name: merged(base, adapter) for name, adapter in adapters.items()} | {"none": base}
+    for r in wanted:
+        said, count = tokens(made[r.id]), len(tokens(c for c in made[r.id] if c.version == 0))
+        assert len(said) == 20
+        assert (count < 20) == (r.policy == "one")
+        first = oracle(oracles[r.policy], r, said)[:count]
+        rest = oracle(oracles["new"], r, said)[count:]
+        assert torch.allclose(torch.tensor(logprobs(made[r.id])), torch.cat([first, rest]), atol=5 * CLOSE, rtol=0)
+    with pytest.raises(WindfallError, match="not loaded"):
+        e.add(replace(wanted[0], policy="stranger"))
 
 
 def test_response_ends_with_its_stop_token(model: Any) -> None:

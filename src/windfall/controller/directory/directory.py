@@ -252,6 +252,11 @@ class Directory:
         if digest == self.newest:
             self.traffic.ready(reader, now_s)
 
+    def hold(self, reader: str, file: m.FileRef) -> None:
+        """The reader has this file, though another directory has sent it there: the base of several adapters."""
+        if self.knows(reader) and (known := self._files.get(file.digest)) is not None:
+            known.held[reader] = WHOLE
+
     def stopped(self, *readers: str) -> None:
         """Their loads have failed, or others follow. Their followers get other routes. To stop many at once is cheaper
         than to stop them one by one, each time with new routes for followers that will be stopped, too."""
@@ -273,6 +278,12 @@ class Directory:
         """Files that the trainer must upload again, since the last call."""
         out, self._damaged = tuple(self._damaged), []
         return out
+
+    def base_of(self, digest: str) -> m.FileRef | None:
+        """The base of these weights, if they are an adapter."""
+        known = self._files.get(digest)
+        base = self._files.get(known.file.before) if known is not None and not known.file.after else None
+        return base.file if base is not None else None
 
     @property
     def wrong(self) -> tuple[str, ...]:

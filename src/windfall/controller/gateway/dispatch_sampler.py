@@ -176,7 +176,7 @@ class DispatchSampler:
 
     @property
     def vocabulary(self) -> int:
-        return self._dispatch.ledger.vocabulary
+        return self._dispatch.ledger.vocabularies[""]
 
     # Sessions, for their owner.
 

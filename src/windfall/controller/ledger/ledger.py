@@ -9,6 +9,7 @@ Rules, all in `check()`:
   response was assigned with or, if the worker has reported that it swapped in new weights, a newer one within the
   window. A response with a fixed version (`Episode.version`) accepts only that one.
 - Every assignment has its own handle. Tokens for a handle that has ended are counted, and change nothing else.
+- Every policy has its own queue, window and vocabulary. A frame says the version of each policy whose tokens it has.
 - A response that lost its worker keeps its tokens, and is queued before responses that have not begun. So are those
   with a fixed version.
 - No accepted token is ever lost: accepted = in open responses + closed + withdrawn + discarded (`LedgerCounts`).
@@ -19,8 +20,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Literal
@@ -34,6 +35,8 @@ MAX_LOST_IN_A_ROW = 12
 """A response is fatal after this many workers in a row were lost before they generated one token of it."""
 MIN_LOST_NAMES = 3
 """At least this many of them must be different workers: a single worker may just keep reconnecting."""
+UNLIMITED = 1 << 32
+"""Size of a vocabulary that is not known."""
 MAX_ENDED_HANDLES = 1 << 16
 """Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
 
@@ -85,6 +88,9 @@ class LedgerEntry:
     """An open response, and its assignment to a worker if it has one."""
 
     episode: Episode
+    policy: str = ""
+    number: int = 0
+    """Responses that were opened earlier have a lower one."""
     state: EntryState = "queued"
     handle: int = -1
     worker: str = ""
@@ -102,30 +108,45 @@ class LedgerEntry:
 
 
 class Ledger:
-    def __init__(self, vocabulary: int = 1 << 32, *, migrate: bool = True) -> None:
-        self.vocabulary, self._migrate = vocabulary, migrate
+    def __init__(self, vocabulary: int = UNLIMITED, *, migrate: bool = True) -> None:
+        """`vocabulary`: of the policy without a name."""
+        self.vocabularies, self._migrate = {"": vocabulary}, migrate
+        """By policy: token ids are below this number."""
         self.entries: dict[str, LedgerEntry] = {}
-        self.queue: deque[str] = deque()
+        self.queues: defaultdict[str, deque[str]] = defaultdict(deque)
+        """By policy: the ids of the responses that wait for a worker."""
+        self.running_of: Counter[str] = Counter()
+        """By policy: number of responses that run."""
         self.counts = LedgerCounts()
         self._running: dict[int, LedgerEntry] = {}
         self._ended: OrderedDict[int, str] = OrderedDict()
         """The newest ended handles, and how they ended: moved, canceled or finished."""
         self._by_worker: dict[str, dict[int, LedgerEntry]] = {}
         self._context: dict[str, int] = {}
-        self._next_handle = 0
+        self._next_handle = self._opened = 0
         self._stops: set[int] = set()
         """The stop tokens of all responses so far."""
         self._shortest = math.inf
         """Smallest `end` of any turn so far."""
         self.longest = 0
         """Largest room, in tokens, that any response so far needs (see `room`)."""
-        self._window = range(0)
-        """The versions that tokens may have. Empty: only the version that a response is assigned with."""
+        self._windows: dict[str, range] = {}
+        """By policy: the versions that tokens may have. None: only the version that a response is assigned with."""
         self.engines: dict[str, str] = {}
         """By worker: the name of its engine, for the tokens that it generates."""
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def queue(self) -> deque[str]:
+        """The queue of the policy without a name."""
+        return self.queues[""]
+
+    @property
+    def queued(self) -> int:
+        """Number of responses that wait for a worker."""
+        return sum(map(len, self.queues.values()))
 
     def running(self, worker: str) -> int:
         """Number of responses that the worker runs."""
@@ -135,8 +156,10 @@ class Ledger:
         """Tokens in the context of the worker's running responses, prompts included."""
         return self._context.get(worker, 0)
 
-    def held(self, worker: str) -> list[LedgerEntry]:
-        return list(self._by_worker.get(worker, {}).values())
+    def held(self, worker: str, policy: str | None = None) -> list[LedgerEntry]:
+        """The responses that the worker runs, those of one policy or all."""
+        held = self._by_worker.get(worker, {}).values()
+        return [entry for entry in held if policy is None or entry.policy == policy]
 
     def held_with(self, worker: str, handle: int) -> LedgerEntry | None:
         """The response that the worker has under this handle, if it has one."""
@@ -146,12 +169,14 @@ class Ledger:
         """Add a response with the tokens it already has: it may have begun earlier."""
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is already open")
-        self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
+        self._opened += 1
+        entry = LedgerEntry(episode, episode.policy, self._opened, recorded=len(episode.tokens))
+        self.entries[episode.id] = entry
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.end)
         self.longest = max(self.longest, room(episode))
         self.counts.accepted += _generated(episode)
-        self._enqueue(self.entries[episode.id])
+        self._enqueue(entry)
 
     def assign(self, id: str, worker: str, version: int) -> LedgerEntry:
         """Assign a response to a worker. The caller must have removed it from the queue."""
@@ -161,20 +186,21 @@ class Ledger:
         entry.state, entry.handle, entry.worker, entry.version = "running", self._next_handle, worker, version
         entry.recorded = len(entry.episode.tokens)
         self._running[entry.handle] = entry
+        self.running_of[entry.policy] += 1
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
-        self._context[worker] = self.context(worker) + _context(entry)
+        self._context[worker] = self.context(worker) + context_of(entry)
         if entry.moved:
             self.counts.moved += worker != entry.last_worker
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
-    def set_window(self, oldest: int, newest: int) -> dict[str, list[int]]:
-        """From now on, tokens may have these versions. Responses that are assigned with an older version are queued
-        again. Returns the handles to cancel, by worker."""
-        self._window = range(oldest, newest + 1)
+    def set_window(self, policy: str, oldest: int, newest: int) -> dict[str, list[int]]:
+        """From now on, tokens of this policy may have these versions. Its responses that are assigned with an older
+        version are queued again. Returns the handles to cancel, by worker."""
+        self._windows[policy] = range(oldest, newest + 1)
         handles: dict[str, list[int]] = {}
         for entry in list(self._running.values()):
-            if entry.version < oldest and entry.episode.version is None:
+            if entry.policy == policy and entry.version < oldest and entry.episode.version is None:
                 handles.setdefault(entry.worker, []).append(entry.handle)
                 self.requeue(entry)
         return handles
@@ -192,25 +218,29 @@ class Ledger:
         entry = self.entries[id]
         return _generated(entry.episode, entry.recorded)
 
-    def accept(self, worker: str, frame: Tokens, *, loaded: int | None = None) -> Acceptance:
-        """Take in a worker's tokens. If this raises Malformed, nothing was accepted. `loaded`: the version that the
-        worker last reported as loaded, and the only one that it may have swapped in; None: any."""
+    def accept(self, worker: str, frame: Tokens, *, loaded: Mapping[str, int] | None = None) -> Acceptance:
+        """Take in a worker's tokens. If this raises Malformed, nothing was accepted. `loaded`: by policy, the version
+        that the worker last reported as loaded, and the only one that it may have swapped in; None: any."""
         try:
             tokens, logprobs = columns(frame)
         except ValueError as e:
             raise Malformed(str(e)) from e
-        if tokens and max(tokens) >= self.vocabulary:
-            raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
+        versions = frame.by_policy
+        vocabulary = min(self.vocabularies.get(policy, UNLIMITED) for policy in versions)
+        if tokens and max(tokens) >= vocabulary:
+            raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {vocabulary}")
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
             raise Malformed(f"invalid log-prob{self._owner_of_invalid(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
         row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
-        entries = _expected_entries(held, frame)
-        if entries is None and loaded in (None, frame.version) and self._follow_swap(held, frame):
-            entries = _expected_entries(held, frame)
+        entries = _expected_entries(held, frame, versions)
         if entries is None:
-            self._check_rows(held, frame, tokens, row_ends)
-            return self._accept_rows(worker, frame, tokens, logprobs)
+            _check_policies(held, frame, versions)
+            if self._follow_swap(held, frame, versions, loaded):
+                entries = _expected_entries(held, frame, versions)
+        if entries is None:
+            self._check_rows(held, frame, versions, tokens, row_ends)
+            return self._accept_rows(worker, frame, versions, tokens, logprobs)
         # Nearly every frame takes this path, mostly with one token per response. Its speed limits how many tokens per
         # second a controller can accept.
         self._check_ends(entries, frame, tokens, row_ends)
@@ -236,16 +266,22 @@ class Ledger:
             accepted.ended_turns.append(entries[row].episode.id)
         return accepted
 
-    def _follow_swap(self, held: dict[int, LedgerEntry], frame: Tokens) -> bool:
-        """The worker may have swapped in a newer version of the window. If so, the next tokens of its responses have
-        that version. Returns whether anything has changed."""
-        if frame.version not in self._window:
+    def _follow_swap(
+        self, held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int], loaded: Mapping[str, int] | None
+    ) -> bool:
+        """The worker may have swapped in newer versions of the windows. If so, the next tokens of its responses have
+        these versions. Returns whether anything has changed."""
+        newer = {
+            policy: version for policy, version in versions.items()
+            if version in self._windows.get(policy, ()) and (loaded is None or loaded.get(policy) == version)
+        }  # fmt: skip
+        if not newer:
             return False
-        behind = [e for h in frame.handles if (e := held.get(h)) and e.version < frame.version]
+        behind = [e for h in frame.handles if (e := held.get(h)) and e.version < newer.get(e.policy, -1)]
         behind = [e for e in behind if e.episode.version is None]
         for entry in behind:
             self._record_version(entry)
-            entry.version = frame.version
+            entry.version = newer[entry.policy]
         return bool(behind)
 
     def _owner_of_invalid(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
@@ -257,14 +293,17 @@ class Ledger:
         entry = self._by_worker.get(worker, {}).get(frame.handles[row])
         return f", in {entry.episode.id}" if entry else ""
 
-    def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
+    def _accept_rows(
+        self, worker: str, frame: Tokens, versions: Mapping[str, int], tokens: array[int], logprobs: array[float]
+    ) -> Acceptance:
         """Accept row by row, because some rows do not continue at the next position, or a response occurs twice."""
         held = self._by_worker.get(worker) or {}
         accepted, counts, at = Acceptance(), frame.counts, 0
-        version, finished, positions = frame.version, frame.finished, frame.positions
+        finished, positions = frame.finished, frame.positions
         for row, handle in enumerate(frame.handles):
             count = counts[row] if counts else 1
             entry = held.get(handle)
+            version = versions[entry.policy] if entry is not None else -1
             if entry is None or entry.version != version or positions[row] != len(entry.episode.tokens):
                 accepted.complete = False
                 skip = self._tokens_to_skip(entry, handle, positions[row], count, version, accepted)
@@ -298,11 +337,14 @@ class Ledger:
         for row in sorted(doubtful):
             check_end(entries[row].episode, frame, row, tokens, row_ends[row])
 
-    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
+    def _check_rows(
+        self, held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int], tokens: array[int],
+        row_ends: list[int],
+    ) -> None:  # fmt: skip
         """The same check for those rows whose response this worker holds."""
         for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
             entry = held.get(handle)
-            if entry is not None and entry.version == frame.version:
+            if entry is not None and entry.version == versions[entry.policy]:
                 if position < 0:
                     raise Malformed(f"{entry.episode.id}: a token at position {position}")
                 check_end(entry.episode, frame, row, tokens, row_ends[row])
@@ -347,7 +389,8 @@ class Ledger:
     def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
         self._record_version(entry)
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
-        self._context[entry.worker] -= _context(entry)
+        self.running_of[entry.policy] -= 1
+        self._context[entry.worker] -= context_of(entry)
         self._ended[entry.handle] = how
         if len(self._ended) > MAX_ENDED_HANDLES:
             self._ended.popitem(last=False)
@@ -370,9 +413,9 @@ class Ledger:
         if entry.episode.finish is not None:
             entry.state = "turn"
         elif entry.episode.tokens or entry.episode.version is not None:  # training waits for an evaluation
-            self.queue.appendleft(entry.episode.id)
+            self.queues[entry.policy].appendleft(entry.episode.id)
         else:
-            self.queue.append(entry.episode.id)
+            self.queues[entry.policy].append(entry.episode.id)
 
     def release(self, worker: str) -> None:
         """The worker is gone. Queue its responses again, each with every token it has."""
@@ -400,7 +443,7 @@ class Ledger:
             handles[entry.worker] = [entry.handle]
             self._end_assignment(entry, "canceled")
         elif entry.state == "queued":
-            self.queue.remove(id)
+            self.queues[entry.policy].remove(id)
         self._discard(entry, length)
         entry.state, entry.episode.finish = "turn", "stop"
         return handles
@@ -436,18 +479,18 @@ class Ledger:
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
         """Remove responses that the run no longer needs. Returns the handles to cancel, by worker."""
-        handles, removed = dict[str, list[int]](), set[str]()
+        handles, removed = dict[str, list[int]](), dict[str, set[str]]()
         for id in ids:
             entry = self.entries.pop(id, None)
             if entry is None:
                 continue
-            removed.add(id)
+            removed.setdefault(entry.policy, set()).add(id)
             if entry.state == "running":
                 handles.setdefault(entry.worker, []).append(entry.handle)
                 self._end_assignment(entry, "canceled")
             self.counts.withdrawn += _generated(entry.episode)
-        if removed:
-            self.queue = deque(i for i in self.queue if i not in removed)
+        for policy, ids in removed.items():
+            self.queues[policy] = deque(i for i in self.queues[policy] if i not in ids)
         return handles
 
     def lost_tokens(self) -> int:
@@ -458,13 +501,14 @@ class Ledger:
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
         assert self.lost_tokens() == 0, f"{self.lost_tokens()} tokens lost: {self.counts}"
-        assert len(set(self.queue)) == len(self.queue), "a response is queued twice"
-        queued = {i for i, e in self.entries.items() if e.state == "queued"}
-        assert queued == set(self.queue), "queue and entries disagree"
+        assert all(len(set(queue)) == len(queue) for queue in self.queues.values()), "a response is queued twice"
+        queued = {(e.policy, i) for i, e in self.entries.items() if e.state == "queued"}
+        assert queued == {(p, i) for p, queue in self.queues.items() for i in queue}, "queues and entries disagree"
         running = {e.handle for e in self.entries.values() if e.state == "running"}
+        assert +self.running_of == Counter(e.policy for e in self._running.values()), "wrong counts of running ones"
         assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
         assert not running & set(self._ended), "a handle has ended and is running"
-        assert all(self.context(w) == sum(map(_context, held.values())) for w, held in self._by_worker.items())
+        assert all(self.context(w) == sum(map(context_of, held.values())) for w, held in self._by_worker.items())
         for id, e in self.entries.items():
             n = len(e.episode.tokens)
             assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
@@ -475,22 +519,32 @@ class Ledger:
             assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
             allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
             assert allowed, f"{id}: tokens of another version than {e.episode.version}"
-            in_window = not self._window or e.version in self._window or e.version == e.episode.version
+            window = self._windows.get(e.policy, ())
+            in_window = not window or e.version in window or e.version == e.episode.version
             assert e.state != "running" or in_window, f"{id}: assigned with version {e.version}, not in the window"
 
 
-def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
+def _expected_entries(
+    held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int]
+) -> list[LedgerEntry] | None:
     """The entries of the rows. None unless every row continues its response and no response is in the frame twice."""
     try:
         entries = [held[handle] for handle in frame.handles]
     except KeyError:
         return None
     usual = (
-        {entry.version for entry in entries} == {frame.version}
+        {(entry.policy, entry.version) for entry in entries} <= versions.items()
         and tuple([len(entry.episode.tokens) for entry in entries]) == frame.positions
-        and len(set(frame.handles)) == len(entries)
+        and len(set(frame.handles)) == len(entries) > 0
     )
     return entries if usual else None
+
+
+def _check_policies(held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int]) -> None:
+    """Raise Malformed if the frame does not say the version of a policy whose tokens it has."""
+    for handle in frame.handles:
+        if (entry := held.get(handle)) is not None and entry.policy not in versions:
+            raise Malformed(f"{entry.episode.id}: tokens of policy {entry.policy!r} without its version")
 
 
 def room(episode: Episode) -> int:
@@ -498,7 +552,8 @@ def room(episode: Episode) -> int:
     return len(episode.prompt) + episode.max_tokens
 
 
-def _context(entry: LedgerEntry) -> int:
+def context_of(entry: LedgerEntry) -> int:
+    """Tokens of its context, prompt included."""
     return len(entry.episode.prompt) + len(entry.episode.tokens)
 
 

@@ -1,4 +1,4 @@
-"""What is sent to a worker: the version it works with, and its responses as messages. Pure.
+"""What is sent to a worker: its responses as messages. Pure.
 
 An exact engine samples a token by (seed, position), so a response keeps its seed wherever it continues. An engine that
 is not exact restarts its random numbers for every request, so with the same seed it would reuse those of the first
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
 from windfall.controller.ledger.ledger import LedgerEntry
+from windfall.controller.scheduling.versions import Offer
 from windfall.link import messages as m
 
+__all__ = ["Offer", "fresh_seed", "work_frames"]
 FRAME_BYTES = 1 << 20
 """A frame of work ends before its prompts exceed this many bytes. A single longer prompt gets its own frame."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """The version that work is assigned with."""
-
-    version: int
-    digest: str
 
 
 def work_frames(entries: Sequence[LedgerEntry], *, exact: bool = True) -> Iterator[tuple[m.Work, ...]]:
@@ -65,4 +58,5 @@ def _work(entry: LedgerEntry, exact: bool) -> m.Work:
         sampling=e.sampling,
         stop=tuple(e.stop),
         group=e.group,
+        policy=e.policy,
     )

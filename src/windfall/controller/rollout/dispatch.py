@@ -5,7 +5,10 @@ rollout that waits for workers.
     outbox sender   one per worker   waits for: a message to send, room on the link (queue full: the worker is lost)
     watch()         one              waits for: the next tick       finds silent workers
 
-Decisions are pure and made elsewhere (ledger/ledger.py; members.py, placement.py and siblings.py of scheduling/).
+There is one fleet for all policies of the run. What has versions is kept by policy (`versions`).
+
+Decisions are pure and made elsewhere (ledger/ledger.py; members.py, placement.py, siblings.py and holding.py of
+scheduling/).
 Everything here acts in one event loop, with no await between a decision and the change it makes.
 """
 
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -24,14 +28,16 @@ from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, room
-from windfall.controller.rollout.assignment import Offer, work_frames
+from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, context_of, room
+from windfall.controller.rollout.assignment import work_frames
 from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Member, Members, Patience, VersionWindow, WorkerState
+from windfall.controller.scheduling.holding import BaseDemand, Holding
+from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
+from windfall.controller.scheduling.versions import Offer, PolicyVersions, VersionWindow
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -54,6 +60,8 @@ MAX_QUEUED = 4096
 """Messages that may wait for one worker."""
 OPERATOR_SOURCES = ("sigterm", "ctrl-c")
 """Notices that come from the person who runs the worker, not from the owner of its machine."""
+SWITCH_S = 60.0
+"""Seconds for which a worker that was asked to join with another base is expected back."""
 DRAIN_LEAD_S = 2.0
 """Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
 trip."""
@@ -79,22 +87,25 @@ class Dispatch:
         vocabulary: int = 1 << 32,
         techniques: Techniques | None = None,
         accounts: Accounts | None = None,
-        staleness: int = 0,
+        versions: Iterable[PolicyVersions] | None = None,
         on_new_weights: Literal["interrupt", "finish"] = "interrupt",
         borrowed_max: int = 64,
         placement: type[Placement] = Placement,
         order: Literal["context", "fifo"] = "fifo",
         step_groups: int = 0,
-        directory: Directory | None = None,
+        directories: Mapping[str, Directory] | None = None,
     ) -> None:
-        """`staleness`, `on_new_weights`, `borrowed_max` and `order`: as in the recipe. `step_groups`: groups of a
-        step."""
+        """`versions`: the policies of the run; one without a name if there are none. `on_new_weights`, `borrowed_max`
+        and `order`: as in the recipe. `step_groups`: groups of a step. `directories`: by policy."""
         t = techniques or Techniques()
+        policies = [PolicyVersions()] if versions is None else list(versions)
+        self.versions = {each.name: each for each in policies}
+        """By policy."""
         self.ledger = Ledger(vocabulary, migrate=t.migration)
         self.members = Members(patience)
         self.placement = placement(
             self.ledger, balancing=t.balancing, affinity=t.affinity, order=order,
-            step_groups=step_groups if staleness else 0,
+            step_groups=step_groups if any(each.staleness for each in policies) else 0,
         )  # fmt: skip
         self.turns = self.placement.turns
         self.siblings = Siblings()
@@ -104,8 +115,6 @@ class Dispatch:
         self._no_room_s = math.inf
         """When a queued response first fitted on no worker (loop time, seconds). Infinite if all fit."""
         self._events = events
-        self._staleness = staleness
-        self.window = VersionWindow()
         self._owners: dict[str, ResponseOwner] = {}
         """The owner of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -113,12 +122,18 @@ class Dispatch:
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
         finish = on_new_weights == "finish"
-        directory = directory or Directory(TrafficPrices())
-        self.weights = WeightRoutes(directory, self.accounts, events, self._send)
+        named = dict(directories or {})
+        named = {each.name: named.get(each.name) or Directory(TrafficPrices()) for each in policies}
+        self.weights = WeightRoutes(named, self.accounts, events, self._send)
         self.loading = Loading(
-            self.members, self.weights, self.accounts, events, self._send, self.drain, finish=finish
+            self.versions, self.members, self.weights, self.accounts, events, self._send, self.drain, finish=finish
         )  # fmt: skip
         self.borrowing = Borrowing(borrowed_max)
+        self.holding = Holding()
+        self._switching: dict[str, tuple[str, float]] = {}
+        """By name of a worker that was asked to join again: the base that it will have, and when it was asked."""
+        self._join_s = 0.0
+        """Seconds that the last worker took from its joining until it was ready."""
         self._migration = t.migration
         self.drain_timers: dict[str, asyncio.TimerHandle] = {}
         """By worker that got a notice: the timer that drains it."""
@@ -145,6 +160,8 @@ class Dispatch:
         self.siblings.done_with(group)
 
     def open(self, episode: Episode, owner: ResponseOwner) -> None:
+        if episode.policy not in self.versions:
+            raise ValueError(f"{episode.id}: no policy {episode.policy!r}; there are {list(self.versions)}")
         self.ledger.open(episode)
         self._owners[episode.id] = owner
         self._schedule_soon()
@@ -160,7 +177,7 @@ class Dispatch:
             self.turns.over(id, withdrawn=True)
         for id in ids:
             self._owners.pop(id, None)
-        if self._staleness:
+        if any(each.staleness for each in self.versions.values()):
             self._schedule_soon()  # a worker that has become idle may load a new version
 
     def cut(self, id: str, length: int) -> None:
@@ -183,36 +200,100 @@ class Dispatch:
             self._account_idle(worker)
 
     @property
-    def offer(self) -> Offer | None:
-        """The newest version, which workers load."""
-        return self.loading.offer
+    def lead(self) -> PolicyVersions:
+        """The first policy."""
+        return next(iter(self.versions.values()))
 
-    def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None) -> None:
-        """`files`: what the trainer has published, unless all workers have its weights."""
+    @property
+    def offer(self) -> Offer | None:
+        """The newest version of the first policy."""
+        return self.lead.offer
+
+    @property
+    def window(self) -> VersionWindow:
+        """That of the first policy."""
+        return self.lead.window
+
+    def add_policy(self, versions: PolicyVersions, directory: Directory | None = None) -> None:
+        """One more policy, at any time. Workers that are here get it when they join again."""
+        self.versions[versions.name] = versions
+        self.weights.directories[versions.name] = directory or Directory(TrafficPrices())
+
+    def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None, *, policy: str = "") -> None:
+        """The newest version of a policy, which workers load. `files`: what its trainer has published, unless all
+        workers have its weights."""
         if files is not None:
-            self.weights.publish(files)
-        self.loading.offer = offer
-        self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
-        self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
+            self.weights.publish(files, policy)
+        versions = self.versions[policy]
+        versions.advance(offer)
+        self._cancel(self.ledger.set_window(policy, versions.window.oldest, versions.window.newest))
         self._schedule_soon()
 
-    def has_free_slots(self) -> bool:
-        """Whether a worker could take more work, but no work is queued."""
-        return not self.ledger.queue and any(
-            self.ledger.running(w.id) < w.open_slots for w in self.members.routable(self.window)
+    def has_free_slots(self, policy: str = "") -> bool:
+        """Whether a worker could take more work of this policy, but none is queued."""
+        return not self.ledger.queues[policy] and any(
+            self.ledger.running(w.id) < w.open_slots for w in self.members.routable(self.versions[policy])
         )
 
     # Workers join, send messages and leave.
 
-    async def attend(self, link: Link, hello: m.Hello) -> None:
-        """Handle one worker from its Hello until it is gone."""
+    def choose_base(self, hello: m.Hello, among: Collection[str] | None = None) -> str:
+        """The base for a worker that joins, of those in `among` if not of all: the one that it was asked to switch to,
+        or has already, or that needs it most. The same, until it has joined."""
+        bases = [base for base in self._bases() if among is None or base in among]
+        target, asked_s = self._switching.get(hello.name, ("", -math.inf))
+        if target in bases and _now() - asked_s < SWITCH_S:
+            return target
+        holds = [v.base for policy in hello.held if (v := self.versions.get(policy)) is not None and v.base in bases]
+        if holds or len(bases) == 1:
+            return (holds or bases)[0]
+        return self.holding.choose(self._demands(bases))
+
+    def _bases(self) -> dict[str, list[str]]:
+        """The policies on each base."""
+        out: dict[str, list[str]] = {}
+        for versions in self.versions.values():
+            out.setdefault(versions.base, []).append(versions.name)
+        return out
+
+    def _demands(self, bases: Collection[str]) -> list[BaseDemand]:
+        now = _now()
+        staying = Counter(w.base for w in self.members.here() if w.state is not WorkerState.DRAINING)
+        coming = Counter(base for base, asked_s in self._switching.values() if now - asked_s < SWITCH_S)
+        responses = {
+            base: sum(len(self.ledger.queues[policy]) + self.ledger.running_of[policy] for policy in policies)
+            for base, policies in self._bases().items()
+        }
+        return [
+            BaseDemand(name=base, responses=responses[base], workers=staying[base] + coming[base]) for base in bases
+        ]
+
+    def _policies_for(self, hello: m.Hello, base: str) -> tuple[str, ...]:
+        """The policies that a worker with this base is to hold, the one that needs it most first. A lender, and an
+        engine without slots for adapters, holds one."""
+        policies = self._bases()[base]
+        if len(policies) == 1:
+            return tuple(policies)
+        holders = Counter(policy for w in self.members.here() for policy in w.held)
+        policies.sort(key=lambda p: -len(self.ledger.queues[p]) / (1 + holders[p]))
+        if hello.lends or (hello.engine.name and not hello.engine.adapters):
+            return tuple([p for p in policies if p in hello.held] or policies)[:1]
+        return tuple(policies)
+
+    async def attend(self, link: Link, hello: m.Hello, base: str | None = None) -> None:
+        """Handle one worker from its Hello until it is gone. `base`: what `choose_base` has chosen for it."""
         now, lease = _now(), hello.lease
-        version, digest = hello.held.get("", (-1, ""))
-        member = self.members.join(hello.name, lease, now, version=version, digest=digest, lends=hello.lends)
+        base = self.choose_base(hello) if base is None else base
+        self._switching.pop(hello.name, None)
+        policies = self._policies_for(hello, base)
+        member = self.members.join(
+            hello.name, lease, now, held=hello.held, base=base, policies=policies, lends=hello.lends
+        )
         id, price = member.id, prices.of(lease)
         self._set_engine(member, hello.engine)
         # A lender's steps wait for those of its service, so its speed says nothing of other machines of this device.
-        self.placement.speeds.join(id, f"{lease.device} that serves" if hello.lends else lease.device)
+        device = f"{lease.device} {base}" if base else lease.device
+        self.placement.speeds.join(id, f"{device} that serves" if hello.lends else device)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         usd_per_h = price.if_known
         self.accounts.join(
@@ -257,14 +338,7 @@ class Dispatch:
                 if self.borrowing.report(member, message, now):
                     self._schedule_soon()
             case m.Loaded():
-                self.turns.cleared(id)
-                self._set_engine(member, message.engine)
-                if self.loading.done(member, message, now):
-                    self.refusals.ready()
-                    self._schedule_soon()
-                    if context := self.ledger.context(id):  # its running responses are prefilled with the new weights
-                        self.accounts.moved_in(now, id, context, self.placement.speeds.prefill_tok_per_s(id))
-                        self.ledger.counts.prefilled_again += context
+                self._loaded(member, message, now)
             case m.LoadFailed():
                 self.loading.failed(member, message)
             case m.Released():
@@ -280,6 +354,25 @@ class Dispatch:
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
 
+    def _loaded(self, member: Member, message: m.Loaded, now: float) -> None:
+        id, booted = member.id, member.booted
+        self.turns.cleared(id)
+        self._set_engine(member, message.engine)
+        if not self.loading.done(member, message, now):
+            return
+        if not booted:
+            self._join_s = now - member.joined_s
+        if len(member.held) > 1 and member.engine.name and not member.engine.adapters:
+            for policy in member.held.keys() - {message.policy}:  # it has no room for them
+                self.weights.leave(member, policy)
+                del member.held[policy]
+        self.refusals.ready()
+        self._schedule_soon()
+        # Its running responses of this policy are prefilled with the new weights.
+        if context := sum(map(context_of, self.ledger.held(id, message.policy))):
+            self.accounts.moved_in(now, id, context, self.placement.speeds.prefill_tok_per_s(id))
+            self.ledger.counts.prefilled_again += context
+
     def _set_engine(self, member: Member, engine: Capabilities) -> None:
         if not engine.name:
             return
@@ -290,14 +383,19 @@ class Dispatch:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
         # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.
-        loaded = member.version if self.window.allows(member.version, member.digest) else -1
+        loaded = {
+            policy: held.version if self.versions[policy].window.allows(held.version, held.digest) else -1
+            for policy, held in member.held.items()
+        }
         accepted = self.ledger.accept(member.id, frame, loaded=loaded)
         member.generated += accepted.tokens
         if accepted.tokens:
-            if frame.version == member.frame_version:  # else it has prefilled all its responses again
+            # Otherwise it has prefilled all its responses of a policy again.
+            if frame.by_policy.items() <= member.frame_versions.items():
                 self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
             self.accounts.frame(now, member.id, accepted.tokens)
-        member.last_tokens_s, member.frame_version = now, frame.version
+        member.last_tokens_s = now
+        member.frame_versions |= frame.by_policy
         if batch:
             self._account_idle(member.id)
         if self.journal is not None and accepted.tokens:
@@ -329,9 +427,13 @@ class Dispatch:
 
     def _check_room(self, now: float) -> None:
         """Report a queued response that fits on no worker; reject it after NO_ROOM_S."""
-        staying = [w for w in self.members.here() if w.state is not WorkerState.DRAINING]
-        most = max((w.longest for w in staying if w.booted), default=math.inf)
-        entry = self.placement.too_long(most)
+        entry, most, staying = None, math.inf, list[Member]()
+        for policy in self.versions:
+            here = self.members.here()
+            staying = [w for w in here if policy in w.held and w.state is not WorkerState.DRAINING]
+            most = max((w.longest for w in staying if w.booted), default=math.inf)
+            if (entry := self.placement.too_long(most, policy)) is not None:
+                break
         if entry is None:
             self._no_room_s = math.inf
             return
@@ -409,8 +511,8 @@ class Dispatch:
         self._request_release(id, self.ledger.held(id))
 
     def resume(self, id: str) -> None:
-        member = self.members.all[id]
-        member.requested = (member.version, member.digest)  # otherwise a load that failed meanwhile is not retried
+        for held in self.members.all[id].held.values():
+            held.requested = (held.version, held.digest)  # otherwise a load that failed meanwhile is not retried
         self.members.move(id, WorkerState.READY)
         self.accounts.resumed(_now(), id)
         self._send(id, m.Resume())
@@ -440,7 +542,7 @@ class Dispatch:
         name, s = "worker_left" if drained else "worker_lost", now - member.joined_s
         self._events.instant(name, worker=id, why=why, moved=len(entries), kept_tokens=tokens, s=s)
         self._outbox.close(id, why)
-        self.weights.leave(id)
+        self.weights.leave(member)
         self._schedule_soon()
 
     async def watch(self) -> None:
@@ -449,8 +551,9 @@ class Dispatch:
         last_usable_s = last_event_s = loop.time()
         while True:
             now = loop.time()
-            if not self.loading.served():
-                self.members.extend_deadlines(now)
+            for policy in self.versions:
+                if not self.loading.served(policy):
+                    self.members.extend_deadlines(now, policy)
             for change in self.members.tick(now, self.ledger.running):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
@@ -458,20 +561,39 @@ class Dispatch:
                 self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
                 if change.what == "stuck":
                     self.drain(change.id, change.why)
-            if self.ledger.queue or self.placement.nearly_full(self.members.here()):
+            self._switch(now)
+            if self.ledger.queued or self.placement.nearly_full(self.members.here()):
                 self._schedule_soon()  # work may have been held back for a worker that takes too long
             self._check_room(now)
             for worker, message in self.siblings.choose(now, self._outbox.idle):
                 self._send(worker, message)
-            if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
+            if self.ledger.queued and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
-            if not self.ledger.queue or self.borrowing.usable(self.members.here(), now):
+            if not self.ledger.queued or self.borrowing.usable(self.members.here(), now):
                 last_usable_s = now
             elif now - max(last_usable_s, last_event_s) >= NO_WORKERS_S:
                 last_event_s = now
-                queued, lenders = len(self.ledger.queue), self.members.count  # no other workers are here
+                queued, lenders = self.ledger.queued, self.members.count  # no other workers are here
                 self._events.instant("no_workers", queued=queued, lenders=lenders, s=now - last_usable_s)
             await asyncio.sleep(tick_s)
+
+    def _switch(self, now: float) -> None:
+        """Have a worker join again with another base, if that is needed more: the one that loses least."""
+        if not self.holding.due(now):
+            return
+        switch = self.holding.switch(self._demands(self._bases()), now, self._join_s)
+        if switch is None:
+            return
+        source, target = switch
+        able = [
+            w for w in self.members.here()
+            if w.base == source and not w.lends and not w.local and w.state in (WorkerState.READY, WorkerState.PULLING)
+        ]  # fmt: skip
+        if able:
+            worker = min(able, key=lambda w: self.ledger.context(w.id))
+            self._switching[worker.name] = target, now
+            self._events.instant("worker_switched", worker=worker.id, source=source, target=target)
+            self.drain(worker.id, f"more responses wait for {target}", again=True)
 
     def _flush_soon(self) -> None:
         """Flush once per round of the event loop: a controller that is killed loses at most the frames of one round."""
@@ -499,38 +621,61 @@ class Dispatch:
                 loop.call_at(at_s, self._schedule)
 
     def _schedule(self) -> None:
-        """Have outdated workers load the newest version; then assign queued work or, if there is none, rebalance."""
+        """Have outdated workers load the newest versions; then assign queued work or, if there is none, rebalance."""
         self._scheduled, self._last_schedule_s = False, _now()
         if self.journal is not None:
             self.journal.flush()
-        offer = self.offer
-        if offer is None:
+        offered = [versions for versions in self.versions.values() if versions.offer is not None]
+        if not offered:
             return
-        needed = bool(self._staleness or self.ledger.queue)
-        self.loading.request_all(self.ledger, self.borrowing, needed=needed)
-        # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
-        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
+        self.loading.request_all(self.ledger, self.borrowing)
+        ready = {versions.name: self._ready(versions) for versions in offered}
         self._borrow(ready)
-        if self.placement.nothing_to_do(ready, moving=bool(self._releasing)):
-            return
+        waiting = [
+            (self.ledger.entries[queue[0]].number, policy) for policy, queue in self.ledger.queues.items() if queue
+        ]
+        for _, policy in sorted(waiting):  # the one whose next response was opened first
+            if policy in ready and not self.placement.nothing_to_assign(ready[policy]):
+                self._assign_queued(policy, ready[policy])
+        queued = {self.versions[policy].base for _, policy in waiting}
+        for base, policies in self._bases().items():
+            if base not in queued and not self._releasing:
+                others = [{w.id for w in ready.get(policy, ())} for policy in policies[1:]]
+                self._reclaim([w for w in ready.get(policies[0], ()) if all(w.id in ids for ids in others)])
+
+    def _ready(self, versions: PolicyVersions) -> list[Member]:
+        """The workers that get work of this policy. A response that starts on older weights would be older than
+        admission assumes (scheduling/admission.py)."""
+        name, newest = versions.name, versions.window.newest
+        return [w for w in self.members.routable(versions) if w.held[name].version == newest and self._open(w)]
+
+    def _assign_queued(self, policy: str, ready: Sequence[Member]) -> None:
+        now, versions = self._last_schedule_s, {w.id: w.held[policy].version for w in ready}
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
-        if self.ledger.queue:
-            now, versions = self._last_schedule_s, {w.id: w.version for w in ready}
-            coming = len(self.borrowing.usable(self.members.nearly_ready(now), now))
-            for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
-                self._assign(worker, entries)
-        else:
-            for worker, entry in self.placement.reclaim(loads, longest):
+        coming = sum(policy in w.held for w in self.borrowing.usable(self.members.nearly_ready(now), now))
+        placed = self.placement.assign(loads, versions, coming=coming, longest=longest, policy=policy)
+        for worker, entries in placed.items():
+            self._assign(worker, entries)
+
+    def _reclaim(self, ready: Sequence[Member]) -> None:
+        """Move running responses among these workers, each of which can take any of them."""
+        if ready:
+            longest = {w.id: w.longest for w in ready}
+            for worker, entry in self.placement.reclaim(self.placement.loads(ready), longest):
                 self._request_release(worker, [entry])
             self.accounts.gathered(self.placement.take_gathering())
 
-    def _borrow(self, ready: Collection[Member]) -> None:
-        """Decide which lenders to use."""
-        too_long = self.placement.too_long(max((w.longest for w in ready if not w.lends), default=math.inf))
-        needed = room(too_long.episode) if too_long else 0
+    def _borrow(self, ready: Mapping[str, Sequence[Member]]) -> None:
+        """Decide which lenders to use. `ready`: by policy."""
+        needed = 0
+        for policy, members in ready.items():
+            most = max((w.longest for w in members if not w.lends), default=math.inf)
+            if (too_long := self.placement.too_long(most, policy)) is not None:
+                needed = room(too_long.episode)
+        each = list({w.id: w for members in ready.values() for w in members}.values())
         here = list(self.members.here())
-        queued, running, profile = len(self.ledger.queue), self.ledger.running, self.placement.speeds.profile
-        self.borrowing.update(here, ready, queued, running, profile, self._last_schedule_s, room=needed)
+        running, profile = self.ledger.running, self.placement.speeds.profile
+        self.borrowing.update(here, each, self.ledger.queued, running, profile, self._last_schedule_s, room=needed)
 
     def _open(self, member: Member) -> bool:
         """Whether the worker takes work now: an engine without live slots only if it is idle."""
@@ -547,7 +692,8 @@ class Dispatch:
             speed, sources = self.placement.speeds.prefill_tok_per_s(worker), [e.last_worker for e in moved]
             self.accounts.moved_in(now, worker, prefilled_again, speed, sources=sources)
         if self.journal is not None:
-            self.journal.write_assigned({e.handle: e.episode.id for e in entries})
+            policies = {e.handle: e.policy for e in entries if e.policy}
+            self.journal.write_assigned({e.handle: e.episode.id for e in entries}, policies)
         for e in entries:
             self.turns.assigned(e.episode.id, worker)
         engine = self.members.all[worker].engine

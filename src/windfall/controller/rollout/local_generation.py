@@ -311,7 +311,7 @@ class LocalGeneration:
 
     def _generators(self) -> list[Member]:
         """Workers that hold a version of the window: they generate, or could."""
-        return [m for m in self._dispatch.members.routable(self._dispatch.window) if m.in_use]
+        return [m for m in self._dispatch.members.routable(self._dispatch.lead) if m.in_use]
 
     def _why_alone(self) -> str:
         """Why only the trainer's engine can generate what is queued; empty if another worker can."""

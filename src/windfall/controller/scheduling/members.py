@@ -4,9 +4,10 @@
                  ▲────────┘  (a newer version)
 
 Rules:
-- Only a READY worker that is not suspect and holds a version in the window gets work.
-- A worker without work pulls a new version in the state PULLING. With `on_new_weights = "interrupt"`, a worker with
-  work stays READY and goes on generating while it pulls; its engine takes the new weights between two steps.
+- Only a READY worker that is not suspect and holds a version in the window of a policy gets work of this policy.
+- A worker without work pulls a new version in the state PULLING, unless it holds the newest version of another policy:
+  then it stays READY for that one. With `on_new_weights = "interrupt"`, a worker with work stays READY and goes on
+  generating while it pulls; its engine takes the new weights between two steps.
 - A worker that is silent for `suspect_s` becomes suspect and gets no new work until its next message. A worker that is
   silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone. So is a lender that has work and
   sends no token of it for `stalled_s`: it does not count the steps of its engine, which waits for its service, but it
@@ -29,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from windfall.controller.scheduling.versions import PolicyVersions
 from windfall.link.messages import Capacity, Stats
 from windfall.types import Capabilities, Lease, is_local
 
@@ -39,36 +41,6 @@ LEAVING_S = 20.0
 
 
 UNKNOWN_ENGINE = Capabilities()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VersionWindow:
-    """The versions of the weights that may generate tokens at the moment: with the staleness bound eta, the newest one
-    and those of the eta versions before it whose digests are known. A digest belongs to a version for good, except
-    after the trainer has fallen back to an older checkpoint: the versions that it trains again have new digests.
-
-    >>> window = VersionWindow().advance(3, "c", staleness=1).advance(4, "d", staleness=1)
-    >>> window.allows(3, "c"), window.allows(3, "x"), window.advance(5, "e", staleness=1).allows(3, "c")
-    (True, False, False)
-    """
-
-    digests: Mapping[int, str] = field(default_factory=dict)
-    """Digests of the versions in the window."""
-    oldest: int = -1
-    """The oldest version that the bound allows, whether or not its digest is known."""
-    newest: int = -1
-
-    def advance(self, version: int, digest: str, *, staleness: int) -> VersionWindow:
-        """The window after this version was published, or was found to be the trainer's."""
-        oldest = version - staleness
-        kept = {v: d for v, d in self.digests.items() if oldest <= v < version}
-        return VersionWindow(digests={**kept, version: digest}, oldest=oldest, newest=version)
-
-    def allows(self, version: int, digest: str) -> bool:
-        return self.digests.get(version) == digest
-
-    def is_newest(self, version: int, digest: str) -> bool:
-        return version == self.newest and self.allows(version, digest)
 
 
 class WorkerState(StrEnum):
@@ -172,6 +144,24 @@ class DraftCounts:
         return {"drafted": self.drafted, "drafts_accepted": self.accepted, "tokens_per_step": tokens_per_step, **gain}
 
 
+@dataclass(slots=True)
+class HeldPolicy:
+    """What a worker has of a policy."""
+
+    version: int = -1
+    """The version that it holds."""
+    digest: str = ""
+    requested: tuple[int, str] = (-1, "")
+    """Version and digest that it was last asked to load."""
+    failed: int = 0
+    """Failed loads in a row."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether it was asked for something that it does not hold yet."""
+        return self.requested not in ((-1, ""), (self.version, self.digest))
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     id: str
@@ -185,9 +175,10 @@ class Member:
     """What its engine can do."""
     state: WorkerState = WorkerState.JOINING
     suspect: bool = False
-    version: int = -1
-    """The version that it holds."""
-    digest: str = ""
+    base: str = ""
+    """The base that its engine is built for."""
+    held: dict[str, HeldPolicy] = field(default_factory=lambda: {"": HeldPolicy()})
+    """By policy that it is to hold: all that are on its base, or one of them if its engine holds no more."""
     slots: int = 0
     """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
@@ -200,12 +191,10 @@ class Member:
     """When a lender last reported slots (loop time, seconds)."""
     in_use: bool = True
     """False for a lender from which the run does not borrow at the moment (controller/scheduling/borrowing.py)."""
-    requested: tuple[int, str] = (-1, "")
-    """Version and digest that it was last asked to load."""
     pulled_before: int = 0
-    """Bytes of weights that it had received when it was asked to load, by its last Stats."""
-    failed: int = 0
-    """Failed loads in a row."""
+    """Bytes of weights that it had received when its current load began, by its Stats."""
+    pulls: str = ""
+    """The policy of its current load, or the last one, by its Stats."""
     pull_started_s: float = 0.0
     """When its current pull began (loop time, seconds)."""
     progress_s: float = 0.0
@@ -218,8 +207,8 @@ class Member:
     """Tokens for which its KV cache has room; 0: not known, or it changes."""
     generated: int = 0
     """Tokens that the ledger accepted from it."""
-    frame_version: int = -1
-    """Version of its last frame."""
+    frame_versions: dict[str, int] = field(default_factory=dict)
+    """By policy: the version of its last frame."""
     last_tokens_s: float = 0.0
     """When its last tokens arrived (loop time, seconds)."""
     moved: int = 0
@@ -254,10 +243,42 @@ class Member:
         return self.lendable if self.in_use else 0
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(self.held)
+
+    @property
+    def first(self) -> HeldPolicy:
+        """The first of its policies."""
+        return next(iter(self.held.values()))
+
+    @property
+    def version(self) -> int:
+        return self.first.version
+
+    @property
+    def digest(self) -> str:
+        return self.first.digest
+
+    @property
+    def requested(self) -> tuple[int, str]:
+        return self.first.requested
+
+    @requested.setter
+    def requested(self, requested: tuple[int, str]) -> None:
+        self.first.requested = requested
+
+    @property
+    def failed(self) -> int:
+        return self.first.failed
+
+    @property
     def loading(self) -> bool:
         """Whether it has been asked for a version that it does not hold yet."""
-        refreshes = self.state is WorkerState.READY and self.requested not in ((-1, ""), (self.version, self.digest))
-        return refreshes or self.state is WorkerState.PULLING
+        return any(map(self.loads, self.held.values()))
+
+    def loads(self, held: HeldPolicy) -> bool:
+        """The same for one of its policies."""
+        return self.state is WorkerState.PULLING or (self.state is WorkerState.READY and held.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,16 +315,19 @@ class Members:
         return len(self._here)
 
     def join(
-        self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "", lends: bool = False
-    ) -> Member:
-        """Adds a new member, even if a worker of this name was here before."""
+        self, name: str, lease: Lease, now_s: float, *, held: Mapping[str, tuple[int, str]] | None = None,
+        base: str = "", policies: tuple[str, ...] = ("",), lends: bool = False,
+    ) -> Member:  # fmt: skip
+        """Adds a new member, even if a worker of this name was here before. `held`: versions and digests that it says
+        it has. `policies`: those that it is to hold."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
         if len(self._generation) > 100 * self._remember:
             del self._generation[next(iter(self._generation))]
+        has = {policy: HeldPolicy(*(held or {}).get(policy, (-1, ""))) for policy in policies}
         member = Member(
-            id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest, lends=lends,
-            in_use=not lends,
+            id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, base=base, held=has, lends=lends,
+            in_use=not lends, pulls=policies[0],
         )  # fmt: skip
         member._rate_from = (now_s, 0)
         self.all[id] = self._here[id] = member
@@ -328,18 +352,21 @@ class Members:
         self.move(id, WorkerState.PULLING)
         self.all[id].pull_started_s = self.all[id].progress_s = now_s
 
-    def extend_deadlines(self, now_s: float) -> None:
-        """No process serves the weights at the moment, so pulling workers are not expected to make progress."""
+    def extend_deadlines(self, now_s: float, policy: str = "") -> None:
+        """No process serves the weights of this policy at the moment, so workers that pull them are not expected to
+        make progress."""
         for member in self.here():
-            member.progress_s = now_s
+            if policy in member.held:
+                member.progress_s = now_s
 
-    def loaded(self, id: str, version: int, digest: str, slots: int, s: float) -> None:
+    def loaded(self, id: str, version: int, digest: str, slots: int, s: float, policy: str = "") -> None:
         """A worker has loaded a version in `s` seconds. The first load includes building the engine, and local has the
         weights already; neither is used as a pull time."""
         member = self.all[id]
         if member.booted and not member.local and 0 <= s < math.inf:
             self.pull_s = s
-        member.version, member.digest, member.slots, member.failed = version, digest, slots, 0
+        member.slots, held = slots, member.held[policy]
+        held.version, held.digest, held.failed = version, digest, 0
         if member.state is WorkerState.PULLING:
             self.move(id, WorkerState.READY)
 
@@ -409,44 +436,53 @@ class Members:
         if still_s < LOADING_S.get(part, self.patience.stalled_s):
             return ""
         doing = {"build": "it has been building its engine", "swap": "it has been swapping in the weights"}.get(part)
-        version = member.requested[0]
+        held = member.held.get(member.pulls, member.first)
+        if not member.loads(held):
+            held = next(held for held in member.held.values() if member.loads(held))
+        version = held.requested[0]
         if doing:
             return f"{doing} for {still_s:.0f} s and is not ready with version {version}"
-        failed = f", and {member.failed} attempts failed" if member.failed else ""
+        failed = f", and {held.failed} attempts failed" if held.failed else ""
         return f"it has received no byte of version {version} for {still_s:.0f} s{failed}"
 
-    def routable(self, window: VersionWindow) -> list[Member]:
-        """Workers that may get work."""
+    def routable(self, versions: PolicyVersions) -> list[Member]:
+        """Workers that may get work of this policy."""
+        name, window = versions.name, versions.window
         return [
             m for m in self._here.values()
-            if m.state is WorkerState.READY and not m.suspect and window.allows(m.version, m.digest)
+            if m.state is WorkerState.READY and not m.suspect
+            and (held := m.held.get(name)) is not None and window.allows(held.version, held.digest)
         ]  # fmt: skip
 
-    def outdated(self, window: VersionWindow, *, needed: bool, offered: Collection[str] = ()) -> list[Member]:
-        """Workers that do not hold the newest version and should pull it: new workers at once, others if `needed`. A
-        pull of a version that is allowed is not abandoned for a newer one while its weights are `offered` (digests; the
-        newest two, if none are known)."""
-        here = self._here.values()
+    def outdated(self, versions: PolicyVersions, *, needed: bool, offered: Collection[str] = ()) -> list[Member]:
+        """Workers that do not hold the newest version of this policy and should pull it: new workers at once, others if
+        `needed`. A pull of a version that is allowed is not abandoned for a newer one while its weights are `offered`
+        (digests; the newest two, if none are known)."""
+        name, window, here = versions.name, versions.window, self._here.values()
         if not needed:
-            return [m for m in here if m.state is WorkerState.JOINING]
+            return [m for m in here if m.state is WorkerState.JOINING and name in m.held]
         offered = offered or {d for v, d in window.digests.items() if v >= window.newest - 1}
-        ready, newest = WorkerState.READY, (window.newest, window.digests.get(window.newest))
+        newest = (window.newest, window.digests.get(window.newest))
         idle = ((-1, ""), newest)
-        here = [m for m in here if m.state is not ready or (m.version, m.digest) != newest or m.requested not in idle]
-        return [
-            m for m in here
-            if m.state is WorkerState.JOINING
-            or (m.state is WorkerState.READY and not window.is_newest(m.version, m.digest) and not m.loading)
-            or (m.loading and not (m.requested[1] in offered and window.allows(*m.requested)))
-        ]  # fmt: skip
+        out = []
+        for m in here:
+            held, ready = m.held.get(name), m.state is WorkerState.READY
+            if held is None or (ready and held.requested in idle and (held.version, held.digest) == newest):
+                continue  # nearly all of them
+            if (
+                m.state is WorkerState.JOINING
+                or (ready and not window.is_newest(held.version, held.digest) and not m.loads(held))
+                or (m.loads(held) and not (held.requested[1] in offered and window.allows(*held.requested)))
+            ):
+                out.append(m)
+        return out
 
     def check(self) -> None:
         """Raise AssertionError if the recorded states contradict each other."""
         for id, m in self.all.items():
             assert id == m.id
-            assert m.state is not WorkerState.READY or (m.version >= 0 and m.slots > 0), (
-                f"{id} is ready without a version"
-            )
+            has = m.slots > 0 and any(held.version >= 0 for held in m.held.values())
+            assert m.state is not WorkerState.READY or has, f"{id} is ready without a version"
             assert m.state is not WorkerState.GONE or not m.suspect, f"{id} is both gone and suspect"
             assert (m.state is not WorkerState.GONE) == (id in self._here) == (id not in self._gone), (
                 f"{id} must be either here or gone"

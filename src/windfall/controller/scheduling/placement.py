@@ -155,36 +155,34 @@ class Placement:
             for w in ready
         ]  # fmt: skip
 
-    def nothing_to_do(self, ready: Collection[Member], *, moving: bool) -> bool:
-        """Whether nothing can be assigned, because all slots are taken, or nothing may be moved, because earlier moves
-        are under way (`moving`). In a large fleet this is so in most rounds, and computing its loads takes long."""
+    def nothing_to_assign(self, ready: Collection[Member]) -> bool:
+        """Whether all slots are taken. In a large fleet this is so in most rounds, and computing its loads takes
+        long."""
         running = self._ledger.running
-        if not self._ledger.queue:
-            return not ready or moving
         return not self.turns.queued and not any(running(w.id) < w.open_slots for w in ready)
 
-    def too_long(self, most: float) -> LedgerEntry | None:
-        """The first queued response that needs room for more tokens than `most`."""
+    def too_long(self, most: float, policy: str = "") -> LedgerEntry | None:
+        """The first queued response of this policy that needs room for more tokens than `most`."""
         if self._ledger.longest <= most:
             return None
-        queued = (self._ledger.entries[id] for id in self._ledger.queue)
+        queued = (self._ledger.entries[id] for id in self._ledger.queues[policy])
         return next((entry for entry in queued if room(entry.episode) > most), None)
 
     def assign(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
-        longest: Mapping[str, float] | None = None,
+        longest: Mapping[str, float] | None = None, policy: str = "",
     ) -> dict[str, list[LedgerEntry]]:  # fmt: skip
-        """Takes the responses that should start now from the queue and assigns them. `versions`: the version that each
-        worker holds. `longest`: the most tokens for which a worker has room, where known. A response goes only where it
-        fits. Responses that fit on the fewest workers are placed first."""
+        """Takes the responses of this policy that should start now from its queue and assigns them. `versions`: the
+        version that each worker holds. `longest`: the most tokens for which a worker has room, where known. A response
+        goes only where it fits. Responses that fit on the fewest workers are placed first."""
         out: dict[str, list[LedgerEntry]] = {}
-        waiting = self._assign_turns(loads, versions, longest, out)
+        waiting = self._assign_turns(loads, versions, longest, policy, out)
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._assign_queued(self._queued(small, n, waiting), fit, versions, coming, out)
+            self._assign_queued(self._queued(small, n, waiting, policy), fit, versions, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved or e.episode.turn_start]
             tokens = sum(self._to_prefill(e, worker) for e in moved)
@@ -201,14 +199,16 @@ class Placement:
 
     def _assign_turns(
         self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], longest: Mapping[str, float] | None,
-        out: dict[str, list[LedgerEntry]],
+        policy: str, out: dict[str, list[LedgerEntry]],
     ) -> set[str]:  # fmt: skip
         """Assigns next turns. Returns those that wait for the worker that has their tokens."""
         if not self._affinity or not self._balancing or not self.turns.queued:
             return set()
         next_turns = []
         for id in self.turns.queued:
-            episode, (holder, kept) = self._ledger.entries[id].episode, self.turns.holder(id)
+            if (entry := self._ledger.entries[id]).policy != policy:
+                continue
+            episode, (holder, kept) = entry.episode, self.turns.holder(id)
             context = len(episode.prompt) + len(episode.tokens)
             next_turns.append(NextTurn(id=id, context=context, holder=holder, kept=kept, room=room(episode)))
         routes = route(next_turns, loads, typical=self.turns.typical, longest=longest)
@@ -216,13 +216,14 @@ class Placement:
             self._take(id, worker, versions, out)
         return routes.waiting
 
-    def _queued(self, small: Sequence[float], n: int, waiting: Collection[str]) -> Sequence[str]:
-        """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
-        next. Without those that wait for one worker."""
+    def _queued(self, small: Sequence[float], n: int, waiting: Collection[str], policy: str) -> Sequence[str]:
+        """Queued responses of this policy, in order, that need more room than the first n sizes of `small`, but not
+        more than the next. Without those that wait for one worker."""
         ledger = self._ledger
+        queue = ledger.queues[policy]
         if not small and not waiting:
-            return ledger.queue
-        queued = [(id, ledger.entries[id].episode) for id in ledger.queue if id not in waiting]
+            return queue
+        queued = [(id, ledger.entries[id].episode) for id in queue if id not in waiting]
         return [id for id, e in queued if bisect_left(small, room(e)) == n]
 
     def _assign_queued(
@@ -326,7 +327,8 @@ class Placement:
 
     def _take(self, id: str, worker: str, versions: Mapping[str, int], out: dict[str, list[LedgerEntry]]) -> None:
         """Take a response from the queue and assign it."""
-        self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
+        queue = self._ledger.queues[self._ledger.entries[id].policy]
+        queue.remove(id)  # the head, unless an earlier response waits for more room
         self.move_targets.pop(id, None)
         self._prefix_holders.setdefault(_group(id), {})[worker] = None
         entry = self._ledger.assign(id, worker, versions[worker])
@@ -338,7 +340,7 @@ class Placement:
     def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
     ) -> list[tuple[str, LedgerEntry]]:
-        """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
+        """(worker, response that it should release) for each move; the queues are empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
         gathering = self.moves(loads)

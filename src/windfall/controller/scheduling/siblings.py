@@ -90,6 +90,8 @@ class Siblings:
         """Workers whose engines draft."""
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         """Open groups; the next round begins with the first."""
+        self._roles: dict[str, list[str]] = {}
+        """By task: its groups of roles that have a name."""
         self._credit: dict[str, float] = {}
         """Bytes that may be sent now, by worker."""
         self._refilled_s = 0.0
@@ -129,8 +131,10 @@ class Siblings:
             self.past_bytes -= _bytes(self._past.popitem(last=False)[1][1])
 
     def done_with(self, group: str) -> None:
-        """The group is complete, or was given up."""
+        """The group is complete, or was given up. So are those of its roles ("7@verifier" of "7")."""
         self._groups.pop(group, None)
+        for name in self._roles.pop(group, ()):
+            self._groups.pop(name, None)
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
@@ -188,6 +192,8 @@ class Siblings:
     def _open(self, entry: LedgerEntry) -> _Group:
         name, key = entry.episode.group, _key(entry)
         group = self._groups[name] = _Group()
+        if (task := entry.episode.id.rpartition("/")[0]) != name:
+            self._roles.setdefault(task, []).append(name)
         before, texts = self._past.get(key, ("", []))
         if texts and before != name:
             self._past.move_to_end(key)

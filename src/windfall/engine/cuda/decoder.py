@@ -13,16 +13,17 @@ Rules:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windfall.engine.cuda import skeleton
+from windfall.engine.cuda.adapters import DeviceAdapters, ProjectionAdapters, RowGroups
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans, Texts
 from windfall.engine.module_weights import join
@@ -56,25 +57,31 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
-WeightAndBias = tuple[Tensor, Tensor | None]
+class Projection(NamedTuple):
+    """Linear layers that read the same input, joined. With adapters, weight and bias are those of the adapters."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: ProjectionAdapters | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
     input_norm: Tensor  # weight of the norm before attention
-    qkv: WeightAndBias
+    qkv: Projection
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: WeightAndBias
+    out: Projection
     mlp_norm: Tensor  # weight of the norm before the MLP
-    gate_up: WeightAndBias
-    down: WeightAndBias
+    gate_up: Projection
+    down: Projection
     window: int | None
 
 
 class Decoder:
-    def __init__(self, model: Any, ops: Any) -> None:
+    def __init__(self, model: Any, ops: Any, adapters: DeviceAdapters | None = None) -> None:
         config = model.config
+        self.adapters = adapters
         self.model = model
         self.ops = ops
         self.device = model.device
@@ -85,7 +92,8 @@ class Decoder:
         self.scale = self.head**-0.5
         self.eps = config.rms_norm_eps
         with torch.no_grad():
-            self.layers = [_layer(block, config) for block in model.model.layers]
+            own = [{} for _ in model.model.layers] if adapters is None else adapters.layers
+            self.layers = [_layer(block, config, a) for block, a in zip(model.model.layers, own, strict=True)]
         self.embedding = model.model.embed_tokens.weight.data
         self.last_norm = model.model.norm.weight.data
         self.lm_head = model.lm_head.weight.data
@@ -95,12 +103,12 @@ class Decoder:
         self.cos = self.sin = torch.empty(0, self.head, dtype=self.dtype, device=self.device)
 
     @staticmethod
-    def of(model: Any, ops: Any = None) -> Decoder:
-        """`ops`: the kernels to use instead of those for the module's device."""
+    def of(model: Any, ops: Any = None, adapters: DeviceAdapters | None = None) -> Decoder:
+        """`ops`: the kernels to use instead of those for the module's device. `adapters`: those that rows may use."""
         reason = unsupported_reason(model)
         if reason:
             raise WindfallError(f"the GPU engine cannot run this model: {reason}", fix="Use TorchEngine.")
-        return Decoder(model, ops or importlib.import_module(KERNELS[model.device.type]))
+        return Decoder(model, ops or importlib.import_module(KERNELS[model.device.type]), adapters)
 
     def stale(self) -> bool:
         """Whether the module's parameters have moved, so that these weights are no longer the module's."""
@@ -134,6 +142,7 @@ class Decoder:
         """Logits (B * width, V) for the tokens after the newest token of every row's slot and after each of the tokens
         drafted for it; and the tokens that `texts` lead to expect there (B * width), -1 for none."""
         ids, positions, expected = self.ops.decode_inputs(state, rows, texts, width)
+        groups = self.group_rows(rows, state, width)
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
             return self.ops.rope_store_and_decode(
@@ -141,7 +150,11 @@ class Decoder:
                 width,
             )  # fmt: skip
 
-        return self.logits(*self._attended(ids, attend)), expected
+        return self.logits(*self._attended(ids, attend, groups), groups), expected
+
+    def group_rows(self, slots: Tensor, state: DeviceState, width: int = 1) -> RowGroups | None:
+        """The rows of these slots by adapter; None: there are no adapters."""
+        return None if self.adapters is None else self.ops.group_rows(slots, state, self.adapters.count, width)
 
     def prefill(self, spans: Spans, state: DeviceState, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Compute keys and values of all rows. Returns what `logits` needs, of every row."""
@@ -151,52 +164,69 @@ class Decoder:
             q = self.ops.rope_and_store(qkv, *at, state, pool, n, *self._rotation(w), self.kv_heads)
             return self.ops.prefill_attention(q, spans, state, pool, n, self.scale, w.window)
 
-        return self._attended(spans.ids, attend)
+        return self._attended(spans.ids, attend, self.group_rows(spans.slot, state))
 
     def _rotation(self, w: DecoderLayer) -> tuple[Any, ...]:
         """Arguments of the kernels that normalize and rotate queries and keys."""
         return self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads
 
-    def _attended(self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, w: Projection, groups: RowGroups | None) -> Tensor:
+        y = F.linear(x, w.weight, w.bias)
+        return y if groups is None else self.ops.add_adapters(y, w.adapters, groups)
+
+    def _attended(
+        self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], groups: RowGroups | None
+    ) -> tuple[Tensor, Tensor]:
         """All layers up to the attention of the last one: its output, and the residual."""
         x, first = F.embedding(ids, self.embedding), self.layers[0]
         normed, residual = self.ops.add_rms_norm(x, None, first.input_norm, self.eps)
-        x = attend(0, first, F.linear(normed, *first.qkv))
+        x = attend(0, first, self._project(normed, first.qkv, groups))
         for n, (before, w) in enumerate(pairwise(self.layers), 1):
-            normed, residual = self.ops.add_rms_norm(*self._mlp(before, x, residual), w.input_norm, self.eps)
-            x = attend(n, w, F.linear(normed, *w.qkv))
+            normed, residual = self.ops.add_rms_norm(*self._mlp(before, x, residual, groups), w.input_norm, self.eps)
+            x = attend(n, w, self._project(normed, w.qkv, groups))
         return x, residual
 
-    def _mlp(self, w: DecoderLayer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _mlp(self, w: DecoderLayer, x: Tensor, residual: Tensor, groups: RowGroups | None) -> tuple[Tensor, Tensor]:
         """The rest of a layer after its attention."""
-        normed, residual = self.ops.add_rms_norm(F.linear(x, *w.out), residual, w.mlp_norm, self.eps)
-        return F.linear(self.ops.swiglu(F.linear(normed, *w.gate_up)), *w.down), residual
+        out = self._project(x, w.out, groups)
+        normed, residual = self.ops.add_rms_norm(out, residual, w.mlp_norm, self.eps)
+        gate_up = F.linear(normed, w.gate_up.weight, w.gate_up.bias)
+        if groups is None:
+            x = self.ops.swiglu(gate_up)
+        else:
+            x = self.ops.add_adapters_swiglu(gate_up, w.gate_up.adapters, groups)
+        return self._project(x, w.down, groups), residual
 
-    def logits(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Logits of some rows, from the output of the last layer's attention and the residual."""
-        normed, _ = self.ops.add_rms_norm(*self._mlp(self.layers[-1], attended, residual), self.last_norm, self.eps)
+    def logits(self, attended: Tensor, residual: Tensor, groups: RowGroups | None = None) -> Tensor:
+        """Logits of some rows, from the output of the last layer's attention and the residual. `groups`: of these
+        rows."""
+        last = self._mlp(self.layers[-1], attended, residual, groups)
+        normed, _ = self.ops.add_rms_norm(*last, self.last_norm, self.eps)
         return F.linear(normed, self.lm_head)
 
 
-def _layer(block: Any, config: Any) -> DecoderLayer:
+def _layer(block: Any, config: Any, adapters: Mapping[str, ProjectionAdapters]) -> DecoderLayer:
     a, mlp = block.self_attn, block.mlp
     # Mistral has the window only in its configuration; the others have it in every layer.
     window = getattr(a, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     norms = [getattr(a, name).weight.data if hasattr(a, name) else None for name in ("q_norm", "k_norm")]
     return DecoderLayer(
         input_norm=block.input_layernorm.weight.data,
-        qkv=_join(a.q_proj, a.k_proj, a.v_proj),
+        qkv=_join(adapters.get("qkv"), a.q_proj, a.k_proj, a.v_proj),
         q_norm=norms[0],
         k_norm=norms[1],
-        out=_join(a.o_proj),
+        out=_join(adapters.get("out"), a.o_proj),
         mlp_norm=block.post_attention_layernorm.weight.data,
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
-        down=_join(mlp.down_proj),
+        gate_up=_join(adapters.get("gate_up"), mlp.gate_proj, mlp.up_proj),
+        down=_join(adapters.get("down"), mlp.down_proj),
         window=window,
     )
 
 
-def _join(*linears: nn.Linear) -> WeightAndBias:
+def _join(adapters: ProjectionAdapters | None, *linears: nn.Linear) -> Projection:
     """The joined weight and the joined bias of linear layers that read the same input."""
+    if adapters is not None:
+        return Projection(adapters.weight, adapters.bias, adapters)
     weight = join([linear.weight for linear in linears])
-    return weight, None if linears[0].bias is None else join([linear.bias for linear in linears])
+    bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
+    return Projection(weight, bias)

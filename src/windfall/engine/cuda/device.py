@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class PendingLaunch:
     """A launch whose tokens the engine has not returned yet."""
 
     work: Launch
-    version: int
+    versions: Mapping[str, int]  # by policy
     sampled: Tensor  # (1 + steps * width, 2, batch) int32 in host memory; valid only after `wait`
     runs: Tensor | None  # (RUNS + 1,) int32 in host memory, likewise: see `Texts`; None: tokens are not drafted
     began: Any  # event before the launch; None without a GPU
@@ -126,7 +126,7 @@ class DeviceRunner:
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
 
     @torch.inference_mode()
-    def launch(self, work: Launch, version: int) -> PendingLaunch:
+    def launch(self, work: Launch, versions: Mapping[str, int]) -> PendingLaunch:
         began_s, ring_index = time.monotonic(), self._launches % (DEPTH + 1)
         self._launches += 1
         row = ring_index * self._launch_rows
@@ -177,7 +177,7 @@ class DeviceRunner:
             event.record()
         return PendingLaunch(
             work=work,
-            version=version,
+            versions=versions,
             sampled=sampled,
             runs=runs,
             began=began,
@@ -296,7 +296,8 @@ class DeviceRunner:
         """Sample the tokens after the wanted rows of a prefill."""
         wanted, slots = (self._no_groups, self._padding_rows) if dry else (self._wanted, self._wanted_slots)
         attended, residual = (kept.index_select(0, wanted[: key.batch]) for kept in self._prefilled)
-        self._sample(self.decoder.logits(attended, residual), slots[: key.batch], key.truncate, None, 1, dry)
+        groups = self.decoder.group_rows(slots[: key.batch], self.state)
+        self._sample(self.decoder.logits(attended, residual, groups), slots[: key.batch], key.truncate, None, 1, dry)
 
     def _sample(
         self, logits: Tensor, rows: Tensor, truncate: bool, expected: Tensor | None, width: int, dry: bool

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine.base import duplicate_id
+from windfall.engine.cuda.adapters import DeviceAdapters
 from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
@@ -74,13 +75,15 @@ class GraphEngine(PagedEngine):
         speculation: bool = False,
         text_tokens: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        adapters: int = 0,
+        adapter_rank: int = 0,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
         device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `kv`: pages in
         memory that another engine shares; then `kv_tokens` and `page_size` do not count. `speculation`: draft tokens
         from the texts of siblings where that is faster. `text_tokens`: tokens of a response and its prompt up to which
         it drafts, if fewer than `longest`: then there is room for more texts. `kv_dtype`: of the KV cache, if not that
-        of the model."""
+        of the model. `adapters`, `adapter_rank`: as in EngineSpec."""
         if kv is not None:
             page_size = kv.pages.size
             kv_tokens = kv.pages.capacity * page_size
@@ -92,7 +95,8 @@ class GraphEngine(PagedEngine):
             tokens = min(text_tokens or MAX_LENGTH, each * page_size)
             texts = TextRows(slots=slots, length=min(tokens + 2, MAX_LENGTH))
         host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), texts=texts)
-        decoder = Decoder.of(model, ops)
+        held = DeviceAdapters(model, count=adapters, rank=adapter_rank) if adapters else None
+        decoder = Decoder.of(model, ops, held)
         fit = decoder.sharing()
         pages = Pages(count, page_size) if kv is None else kv.pages
         scheduler = Scheduler(
@@ -107,6 +111,8 @@ class GraphEngine(PagedEngine):
             scheduler.single_step_with_prefill, scheduler.prefills_per_decode = True, 1
         super().__init__(model, scheduler, version=version, limit=each * page_size - 1, kv=kv)
         self.capabilities = replace(self.capabilities, drafts=texts is not None)
+        if held is not None:
+            self._hold_adapters(held, adapters, adapter_rank)
         self._texts = texts
         self._texts_age = 0  # launches since rows were given to responses without a text
         self._draft_length = None if texts is None else DraftLength(WIDTHS)
@@ -131,7 +137,9 @@ class GraphEngine(PagedEngine):
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()
-        self._ready: deque[list[Chunk]] = deque()  # chunks that the next steps return; each list has one version
+        self._ready: deque[list[Chunk]] = (
+            deque()
+        )  # chunks that the next steps return; each list has one version of every policy
         self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
 
     def __len__(self) -> int:
@@ -190,9 +198,10 @@ class GraphEngine(PagedEngine):
         assert launched or limited or not self._sequences, "there is work, but nothing was launched"
         return []
 
-    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        super().swap(version, weights)
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
+        super().swap(version, weights, policy=policy)
         if self._device.decoder.stale():
+            assert not self.capabilities.adapters, "the weights of an engine with adapters have moved"
             self._device.set_decoder(Decoder.of(self.model, self._device.decoder.ops))
 
     def _free_memory(self) -> None:
@@ -240,7 +249,7 @@ class GraphEngine(PagedEngine):
             self._host_pages.run(self._scheduler.saved.take_copies())
         if work is None:
             return False
-        self._pending.append(self._device.launch(work, self.version))
+        self._pending.append(self._device.launch(work, self.versions))
         self._texts_age += 1
         if self._draft_length is not None and work.steps and not work.prefill:
             self._draft_length.launched(batch_for(len(work.rows)), work.width)
@@ -313,11 +322,11 @@ class GraphEngine(PagedEngine):
             if len(stop) > STOPS:  # more than the device checks
                 last = next((n + 1 for n, t in enumerate(new_tokens) if t in stop), len(new_tokens))
                 new_tokens, new_logprobs = new_tokens[:last], new_logprobs[:last]
-            out.append(self._append(sequence, new_tokens, new_logprobs, pending.version))
+            out.append(self._append(sequence, new_tokens, new_logprobs, pending.versions))
         self._counters.rows += computed
         for sequence, first in prefilled.items():  # a response with max_tokens 1 has no row in the burst
             if not sequence.finished:
-                out.append(self._append(sequence, [first[0]], [first[1]], pending.version))
+                out.append(self._append(sequence, [first[0]], [first[1]], pending.versions))
         return out
 
     def _learn(self, work: Launch, accepted: np.ndarray, pending: PendingLaunch) -> None:
@@ -334,10 +343,10 @@ class GraphEngine(PagedEngine):
             plain_s = work.steps * self._draft_length.observe_step(batch, work.width, step_s)
             self._counters.undrafted_s += plain_s * (float(per_step[per_step > 0].mean()) if per_step.any() else 1.0)
 
-    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
+    def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], versions: Mapping[str, int]) -> Chunk:
         if self._texts is not None:
             self._texts.extended(s.request.id, len(tokens))
-        chunk = super()._append(s, tokens, logprobs, version)
+        chunk = super()._append(s, tokens, logprobs, versions)
         if chunk.finish:
             self._end_text(chunk.id)
         return chunk

@@ -29,7 +29,7 @@ class HostState:
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,
             "stop": s * STOPS, "table": s * pages_each, "rows": batch, "ring_row": 2, "shared_tokens": batch,
             "group_first": batch, "group_count": batch, "group_tokens": batch, "wanted": batch, "wanted_slots": batch,
-            "text_row": s, "text_family": s, "match": 2 * s, "run": s, "search": s,
+            "text_row": s, "text_family": s, "match": 2 * s, "run": s, "search": s, "adapter": s,
         }  # fmt: skip
         self.offsets: dict[str, int] = {}
         total = 0
@@ -40,10 +40,13 @@ class HostState:
         for name in ("temperature", "top_p"):
             self._section(name)[:] = np.float32(1).view(np.int32)
         self._section("stop")[:] = -1
+        self._section("adapter")[:] = -1
         self._section("rows")[:] = slots
         self._changed: list[tuple[int, int]] = []
 
-    def assign(self, slot: int, request: Request, tokens: Sequence[int], *, left: int, position: int) -> None:
+    def assign(
+        self, slot: int, request: Request, tokens: Sequence[int], *, left: int, position: int, adapter: int = -1
+    ) -> None:
         """Give a slot to a response. `tokens`: its known tokens, prompt included."""
         sampling, at = request.sampling, self.offsets
         seed = np.array([request.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
@@ -57,6 +60,8 @@ class HostState:
         self._write(at["top_k"] + slot, min(sampling.top_k, 2**31 - 1))
         self._write(at["top_p"] + slot, top_p)
         self._write(at["stop"] + slot * STOPS, self._stop_row(request.stop))
+        if adapter != self.data[at["adapter"] + slot]:
+            self._write(at["adapter"] + slot, adapter)
         self.assign_text(slot, request, tokens)
 
     def assign_text(self, slot: int, request: Request, tokens: Sequence[int]) -> None:

@@ -113,6 +113,7 @@ class DeviceState:
     match: Tensor  # (S,) int64: the place in the texts that the response follows (kernels/drafts.py); 0: none
     run: Tensor  # (S,) int32: tokens for which it has followed that place
     search: Tensor  # (S,) int32: 1: find another place
+    adapter: Tensor  # (S,) int32: the adapter that the response uses; -1: none
     table: Tensor  # (S, pages per response) int32: page table, the pages of every slot in order
 
     @staticmethod

@@ -2,23 +2,30 @@
 
 It compares the log-probs of sampled tokens: after chunked prefill, beyond any window, of siblings on shared pages, of a
 lone response, a resumed one and evicted ones. With `run.deterministic`, a response must also have the same bits
-whatever else is in its batch.
+whatever else is in its batch. An engine that holds several adapters is compared with a model into which each of them is
+merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windfall.engine.selftest.small_model import SmallModel, build_small_model
+from windfall.engine.selftest.verdict import ADAPTER_RANK
 from windfall.engine.torch.packed import Packed
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
+from windfall.weights.merged import LORA_A, LORA_B, MergedWeights
 
 FIX = "Use another model: docs/models.md lists the families that were checked."
 SEEDS = (0, 1)
@@ -26,6 +33,9 @@ SEEDS = (0, 1)
 real error shows with any weights. So such a model is refused only if it fails with all seeds."""
 ROOMY = {"kv_tokens": 512, "page_size": 16, "max_running": 8, "max_rows": 24}
 TIGHT = {"kv_tokens": 80, "page_size": 16, "max_running": 8, "max_rows": 64}
+
+ADAPTER_SCALE = 0.5
+"""Scale of the adapters in the test."""
 
 EngineFactory = Callable[..., Any]
 """Builds an engine from (model, kv_tokens, page_size, max_running, max_rows)."""
@@ -68,20 +78,24 @@ def judge_engine(
     longest: int,
     deterministic: bool = False,
     names: Iterable[str] | None = None,
+    adapters: bool = False,
 ) -> Measured:
-    """Measure the engine that `make` builds. Raises WindfallError if it differs too much from transformers."""
+    """Measure the engine that `make` builds. Raises WindfallError if it differs too much from transformers. `adapters`:
+    the engine holds several policies, with adapters of a rank up to verdict.ADAPTER_RANK."""
+    held = _holding(make, {"": {}}) if adapters else make
     what = f"windfall's engine does not compute {architecture(config)} as transformers does"
 
     def measure(small: SmallModel) -> Measured:
         if deterministic and (why := neighbor_dependence(small)):
             return Measured(refused=f"run.deterministic cannot hold for {architecture(config)}: {why}")
         limit, found = limits(device).nats, Difference(0.0, "nothing")
-        for difference in _engine_differences(small, make, longest):
+        differences = _engine_differences(small, held, longest)
+        for difference in chain(differences, _adapter_differences(small, make, longest) if adapters else ()):
             found = max(found, difference, key=lambda d: d.size)
             if found.size > limit:
                 why = f"log-probs differ by {found.size:.2g} nats ({found.where}); rounding is below {limit:g}"
                 return Measured(nats=found.size, refused=f"{what}: {why}")
-        if deterministic and not batch_invariant(small, make, longest=longest):
+        if deterministic and not batch_invariant(small, held, longest=longest):
             why = f"run.deterministic does not hold for {architecture(config)}: results alone and in a batch differ"
             return Measured(nats=found.size, refused=why)
         return Measured(nats=found.size)
@@ -147,6 +161,50 @@ def _engine_differences(small: SmallModel, make: EngineFactory, longest: int) ->
     tight = [replace(ask(f"evicted {i}", prompt(6), 30), seed=i) for i in range(3)]
     crowded = drain(make(small.model, **TIGHT), tight)
     yield from (_against_reference(small, r.id, r, crowded[r.id]) for r in tight)
+
+
+def _holding(make: EngineFactory, adapters: Mapping[str, Mapping[str, Tensor]]) -> EngineFactory:
+    """Makes engines that hold these adapters by policy."""
+
+    def made(model: Any, **how: Any) -> Any:
+        engine = make(model, **how)
+        for policy, adapter in adapters.items():
+            weights = MergedWeights(model.state_dict(), adapter, ADAPTER_SCALE, base_is_loaded=True)
+            engine.swap(0, weights, policy=policy)
+        return engine
+
+    return made
+
+
+def _adapter_differences(small: SmallModel, make: EngineFactory, longest: int) -> Iterator[Difference]:
+    """Two adapters and none in one batch, on one prompt. Each is compared with a reference that it is merged into."""
+    adapters = {"one": _random_adapter(small.model, 1), "two": _random_adapter(small.model, 2), "none": {}}
+    ids = tuple(range(3, 3 + min(20, longest - 1)))
+    asked = [
+        Request(id=f"{policy} {n}", prompt=ids, seed=n, max_tokens=max(1, min(6, longest - len(ids))), policy=policy)
+        for n in range(2)
+        for policy in adapters
+    ]
+    made = drain(_holding(make, adapters)(small.model, **ROOMY), asked)
+    for policy, adapter in adapters.items():
+        merged = copy.copy(small)
+        merged.reference = copy.deepcopy(small.reference)
+        merged.reference.load_state_dict(MergedWeights(small.reference.state_dict(), adapter, ADAPTER_SCALE))
+        for r in asked:
+            if r.policy == policy:
+                yield _against_reference(merged, f"adapter {r.id}, beside others", r, made[r.id])
+
+
+def _random_adapter(model: Any, seed: int) -> dict[str, Tensor]:
+    """An adapter of all linear layers that changes their outputs by about a third."""
+    noise, out = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    for name, layer in model.named_modules():
+        if type(layer) is torch.nn.Linear and re.search(r"\.\d+\.", name):
+            outputs, inputs = layer.weight.shape
+            size = float(layer.weight.std()) * (inputs / ADAPTER_RANK) ** 0.5 / (3 * ADAPTER_SCALE)
+            out[name + LORA_A] = torch.randn(ADAPTER_RANK, inputs, generator=noise) / inputs**0.5
+            out[name + LORA_B] = size * torch.randn(outputs, ADAPTER_RANK, generator=noise)
+    return out
 
 
 def drain(engine: Any, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:

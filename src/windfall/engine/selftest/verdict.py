@@ -28,6 +28,7 @@ from windfall.models.load import cache_folder
 
 Fields = Mapping[str, Any]
 WEIGHTS_NATS = {4: 5e-3, 2: 0.2}  # largest accepted difference of `check_weights` in nats, by bytes per parameter
+ADAPTERS, ADAPTER_RANK = 3, 4  # policies of an engine with adapters in the test, and the rank of their adapters
 
 _passed: set[str] = set()
 
@@ -41,11 +42,13 @@ def check_engine(
     deterministic: bool = False,
     names: Iterable[str] | None = None,
     checked: Iterable[str] = (),
+    adapters: bool = False,
 ) -> str:
     """Raise WindfallError unless the engine computes what transformers computes. `fields`: the model's configuration;
     `make`: builds the engine from (model, kv_tokens, page_size, max_running, max_rows); `names`: the full model's
-    weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""
-    how: dict[str, Any] = {"device": device, "longest": longest, "deterministic": deterministic}
+    weights; `checked`: keys of checks that other processes have passed; `adapters`: it holds several policies
+    (here ADAPTERS, of at most ADAPTER_RANK), and is also tested with their adapters. Returns the key of this check."""
+    how: dict[str, Any] = {"device": device, "longest": longest, "deterministic": deterministic, "adapters": adapters}
 
     def test() -> None:
         from windfall.engine.selftest import judge  # imports torch and transformers: only if the result is not known
@@ -82,12 +85,15 @@ def run_once(key: str, test: Callable[[], object], checked: Iterable[str] = ()) 
     return key
 
 
-def cache_key(what: str, fields: Fields, *, device: str, longest: int, deterministic: bool = False) -> str:
+def cache_key(
+    what: str, fields: Fields, *, device: str, longest: int, deterministic: bool = False, adapters: bool = False
+) -> str:
     """A hash of everything that the result depends on."""
     irrelevant = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
     named = {name: value for name, value in fields.items() if name not in irrelevant}
     short = longest if longest < 64 else 0  # below 64, the sequences of the test are shorter
     rest = [_kind(device), deterministic, shrink.rope_changes_within(fields, longest), short, *_versions()]
+    rest += ["adapters"] if adapters else []
     text = json.dumps([named, rest], sort_keys=True)
     return f"{what}-{fields.get('model_type', 'model')}-{xxhash.xxh3_128_hexdigest(text.encode())}"
 

@@ -44,10 +44,13 @@ class TorchEngine(PagedEngine):
         version: int = 0,
         kv: TenantKV | None = None,
         speculation: bool = False,
+        adapters: int = 0,
+        adapter_rank: int = 0,
     ) -> None:
         """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count.
         `speculation`: draft tokens from the texts of siblings where that is faster. Up to rounding, which is that of
-        another batch, and bit for bit in deterministic mode, the tokens are the same."""
+        another batch, and bit for bit in deterministic mode, the tokens are the same. `adapters`, `adapter_rank`: as in
+        EngineSpec."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
@@ -56,7 +59,10 @@ class TorchEngine(PagedEngine):
         scheduler = Scheduler(pages, slots=slots, max_rows=max_rows, one_batch=True)
         # The newest token needs no page yet, but the next one would.
         super().__init__(model, scheduler, version=version, limit=count * pages.size - 1, kv=kv)
-        self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
+        how: dict[str, Any] = {"deterministic": deterministic, "kv": kv, "adapters": adapters > 0}
+        self._runner = Runner(model, pages=count, page_size=pages.size, **how)
+        if self._runner.adapters is not None:
+            self._hold_adapters(self._runner.adapters, adapters, adapter_rank)
         # An engine that lends its device keeps its steps short.
         self._drafts = Drafts() if speculation and kv is None else None
         self._draft_length = DraftLength(WIDTHS)
@@ -135,7 +141,7 @@ class TorchEngine(PagedEngine):
         request, first = s.request, s.generated == 0
         tokens = [token for token, _ in drawn]
         count, right = verify(tokens, expected or (), request.max_tokens - s.generated, request.stop)
-        chunk = self._append(s, tokens[:count], [logprob for _, logprob in drawn[:count]], self.version)
+        chunk = self._append(s, tokens[:count], [logprob for _, logprob in drawn[:count]], self.versions)
         self._counters.drafted += len(drawn) - 1
         self._counters.accepted += count - 1
         if self._drafts is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.engine.torch.adapters import TorchAdapters
 from windfall.engine.torch.arena import TenantKV
 from windfall.engine.torch.prepacked import drop_copies, prepacked
 from windfall.engine.torch.sampler import sample
@@ -46,10 +47,21 @@ class RowSpan(NamedTuple):
 
 class Runner:
     def __init__(
-        self, model: Any, *, pages: int, page_size: int, deterministic: bool, kv: TenantKV | None = None
+        self,
+        model: Any,
+        *,
+        pages: int,
+        page_size: int,
+        deterministic: bool,
+        kv: TenantKV | None = None,
+        adapters: bool = False,
     ) -> None:
-        """`kv`: memory that another engine shares; by default, the runner allocates its own."""
+        """`kv`: memory that another engine shares; by default, the runner allocates its own. `adapters`: rows may use
+        adapters."""
         self.model = model if deterministic else prepacked(model)
+        self.adapters = TorchAdapters(self.model, whole=deterministic) if adapters else None
+        if self.adapters is not None:
+            self.model = self.adapters.tree
         self.size = page_size
         self.deterministic = deterministic
         self._kv = kv
@@ -97,6 +109,8 @@ class Runner:
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.tokens
         sampling = [(n, i) for n in order for i in rows[n].sampling]
+        if self.adapters is not None:
+            self.adapters.rows.set([rows[n].sequence.adapter for n in order for _ in rows[n].tokens])
         starts = {n: s.first - rows[n].start for s, n in zip(spans, order, strict=True)}
         logits = self._forward(tokens, spans, list(self._blocks(spans)), [starts[n] + i for n, i in sampling])
         new = self._sample(logits, [(rows[n].sequence, i) for n, i in sampling])
@@ -112,6 +126,8 @@ class Runner:
             spans = [RowSpan(at, 1, i, rows[n].sequence.pages) for at, (n, i, _) in enumerate(tile)]
             spans += [RowSpan(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
             tokens = [token for _, _, token in tile] + [0] * padding
+            if self.adapters is not None:
+                self.adapters.rows.set([rows[n].sequence.adapter for n, _, _ in tile] + [-1] * padding)
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
             new = self._sample(logits, [(rows[n].sequence, i) for n, i, _ in tile] + [None] * padding)
             sampled |= {(n, i): token for (n, i, _), token in zip(tile, new, strict=False)}

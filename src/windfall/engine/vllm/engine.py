@@ -19,6 +19,9 @@ Rules:
 - The engine refuses top-p and top-k where vLLM's log-probs would be those after the cut, and temperatures that vLLM
   would raise. A worker checks the run's parameters as soon as it has built its engine (vllm/factory.py) and is refused
   with the reason; otherwise `add` would reject one response after the other.
+- With adapters, each policy is one of vLLM's own adapters (adapters.py), or the base. A swap of one policy aborts its
+  running responses and adds them again with their tokens; nothing else is touched. vLLM's prefix cache is by name of
+  the adapter, and every version has a name of its own.
 - The ranks are processes that end with this one, however it ends (extension.py).
 """
 
@@ -28,12 +31,15 @@ import itertools
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from windfall.engine.base import Counters, Engine, check_request, duplicate_id
+from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
+from windfall.engine.held_policies import HeldPolicies, PolicyWeights
 from windfall.engine.vllm import installed, sampling
+from windfall.engine.vllm.adapters import AdapterFolders
 from windfall.engine.vllm.checkpoint import WeightShapes
+from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
 from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
 
@@ -42,15 +48,26 @@ from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
 class _Running:
     request: Request
     generated: int = 0
+    tokens: list[int] = field(default_factory=list)  # those generated, if a swap may add the response again
 
 
 class VllmEngine(Engine):
     def __init__(
-        self, vllm: Any, shapes: WeightShapes, *, version: int, own_sampler: bool, tensor_parallel: int
+        self,
+        vllm: Any,
+        shapes: WeightShapes,
+        *,
+        version: int,
+        own_sampler: bool,
+        tensor_parallel: int,
+        adapters: int = 0,
+        adapter_rank: int = 0,
     ) -> None:
         """`vllm`: an `LLMEngine` of vllm/factory.py. The weights are unset until the first swap. `own_sampler`: use
-        windfall's sampler where vLLM's is not exact."""
-        self.version = version
+        windfall's sampler where vLLM's is not exact. `adapters`, `adapter_rank`: as in EngineSpec."""
+        self.versions = {} if adapters else {"": version}
+        self._policies = HeldPolicies(adapters, adapter_rank)
+        self._folders = AdapterFolders() if adapters else None
         self.shapes = shapes
         self._vllm = vllm
         self._core = vllm.engine_core
@@ -60,7 +77,11 @@ class VllmEngine(Engine):
         found = installed.find()
         assert found is not None
         self.capabilities = Capabilities(
-            name="vllm", version=found.version, exact=self._own or bool(facts[0]["v2"]), tensor_parallel=tensor_parallel
+            name="vllm",
+            version=found.version,
+            exact=self._own or bool(facts[0]["v2"]),
+            tensor_parallel=tensor_parallel,
+            adapters=adapters,
         )
         self.limit = int(vllm.vllm_config.model_config.max_model_len)
         self._seeded = self._own or not found.for_cpu  # see sampling.py
@@ -70,6 +91,10 @@ class VllmEngine(Engine):
         """From windfall's id to vLLM's."""
         self._numbers = itertools.count()
         self._counters = Counters()
+
+    @property
+    def version(self) -> int:
+        return self.versions.get("", 0)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -83,12 +108,17 @@ class VllmEngine(Engine):
         if request.id in self._ids:
             raise duplicate_id(request)
         check_request(request, self.shapes.vocabulary, self.limit)
+        check_policy(request, self.versions)
         self.check_sampling(request.sampling, where=f"request {request.id}")
+        self._begin(request)
+
+    def _begin(self, request: Request) -> None:
         params = sampling.sampling_params(request, own=self._own)
         if not self._seeded:
             params.seed = None
         id = f"{request.id}-{next(self._numbers)}"
-        self._core.add_request(_core_request(id, request, params))
+        adapter = None if self._folders is None else self._folders.requests.get(request.policy)
+        self._core.add_request(_core_request(id, request, params, adapter))
         self._ids[request.id] = id
         self._running[id] = _Running(request)
 
@@ -123,23 +153,63 @@ class VllmEngine(Engine):
             del self._running[output.request_id], self._ids[state.request.id]
         position = state.request.position + state.generated
         state.generated += len(tokens)
+        if self._folders is not None:
+            state.tokens += tokens
         self._counters.generated += len(tokens)
         logprobs = output.new_logprobs.logprobs
         return Chunk(
             id=state.request.id,
             position=position,
             tokens=tuple(tokens),
-            version=self.version,
+            version=self.versions[state.request.policy],
             finish=finish,
             logprobs=tuple(logprobs[:, 0].tolist()) if len(tokens) > 1 else (float(logprobs[0, 0]),),
         )
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
+        if self._folders is not None:
+            self._swap_adapter(self._folders, version, weights, policy)
+            return
+        others = {s.request.policy for s in self._running.values()} - {policy}
+        if others:
+            what = f"the engine still generates responses of policy {min(others)!r}"
+            raise WindfallError(what, where=f"version {version} of policy {policy!r}")
+        self._load_all(version, weights)
+        self.versions = {policy: version}
+
+    def _load_all(self, version: int, weights: Mapping[str, Any] | None) -> None:
         if weights is not None:
             self.shapes.check(version, weights)
             self._load(version, weights)
-        self.version = version
         self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def _swap_adapter(
+        self, folders: AdapterFolders, version: int, weights: Mapping[str, Any] | None, policy: str
+    ) -> None:
+        given = None if weights is None else PolicyWeights.of(weights)
+        number = self._policies.check(policy, version, given)
+        if given is not None:
+            if given.base is not None:
+                self.shapes.check(version, given.base)
+            folders.replace(self._vllm, policy, given)
+            if given.base is not None:
+                self._load_all(version, given.base)
+        self._policies.numbers[policy] = number
+        self.versions = {**self.versions, policy: version}
+        self._restart(policy)
+        folders.forget_old(self._vllm)
+
+    def _restart(self, policy: str) -> None:
+        """Add the running responses of this policy again, with the tokens that they have."""
+        restarted = {id: s for id, s in self._running.items() if s.request.policy == policy}
+        self._core.abort_requests(list(restarted))
+        for id, s in restarted.items():
+            del self._running[id]
+            r, count = s.request, s.generated
+            # Where vLLM draws by its own state, the first numbers of this seed were used already.
+            seed = r.seed if self.capabilities.exact else r.seed + count
+            prompt, left = (*r.prompt, *s.tokens), r.max_tokens - count
+            self._begin(replace(r, prompt=prompt, position=r.position + count, max_tokens=left, seed=seed))
 
     def _load(self, version: int, weights: Mapping[str, Any]) -> None:
         owned: TensorFile | None = None
@@ -165,9 +235,11 @@ class VllmEngine(Engine):
         self._ids.clear()
         self._running.clear()
         self._core.shutdown()
+        if self._folders is not None:
+            self._folders.close()
 
 
-def _core_request(id: str, request: Request, params: Any) -> Any:
+def _core_request(id: str, request: Request, params: Any, adapter: Any) -> Any:
     from vllm.v1.engine import EngineCoreRequest  # pyright: ignore
 
     return EngineCoreRequest(
@@ -177,7 +249,7 @@ def _core_request(id: str, request: Request, params: Any) -> Any:
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,
         data_parallel_rank=None,
         external_req_id=id,

@@ -10,6 +10,7 @@ matrices are packed and whose parameters are then empty), its layer-wise reload 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,7 @@ class Extension:
         on_gpu = next(model.parameters()).device.type == "cuda"
         given = to_checkpoint(_to_gpu(found) if on_gpu else found)
         missing: set[str] = set()
-        with torch.no_grad(), set_current_vllm_config(runner.vllm_config):
+        with torch.no_grad(), set_current_vllm_config(runner.vllm_config), _unwrapped(model):
             if on_gpu and not _has_experts(model):
                 loaded = model.load_weights(given)
                 missing = {name for name, _ in model.named_parameters()} - loaded if loaded else set()
@@ -58,6 +59,21 @@ class Extension:
         else:
             _pack_experts(model)
         return sorted(missing)
+
+
+@contextlib.contextmanager
+def _unwrapped(model: Any) -> Iterator[None]:
+    """With adapters, vLLM wraps layers: a weight then has another name than in a checkpoint. Within this context, the
+    wrapped layers are in the place of their wrappers."""
+    wrapped = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if hasattr(m, "base_layer")]
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in wrapped]
+    for parent, last, layer in places:
+        parent._modules[last] = layer.base_layer
+    try:
+        yield
+    finally:
+        for parent, last, layer in places:
+            parent._modules[last] = layer
 
 
 def runner_is_v2(runner: Any) -> bool:

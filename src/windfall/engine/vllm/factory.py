@@ -49,6 +49,7 @@ def build(
     began_s = time.monotonic()
     installed.check(device)
     installed.prepare()
+    from windfall.engine.vllm import adapters
     from windfall.engine.vllm.checkpoint import WeightShapes
     from windfall.engine.vllm.engine import VllmEngine
     from windfall.engine.vllm.sampling import NO_DRAFTS
@@ -62,6 +63,8 @@ def build(
     shapes = WeightShapes(json.loads(spec.model_config))
     token_bytes = cache_bytes(shapes.config, "float8" if spec.kv_dtype == "fp8" else spec.dtype, tensor_parallel)
     weights = shapes.parameters * ITEM_BYTES[spec.dtype] // tensor_parallel
+    if spec.adapters:
+        weights += spec.adapters * spec.adapter_rank * shapes.adapted_sizes * ITEM_BYTES[spec.dtype]
     on_cpu = device == "cpu"
     with gpu_memory_lock(device):
         free = free_bytes(device)
@@ -75,6 +78,7 @@ def build(
             "enforce_eager": eager or on_cpu,
             "tensor_parallel_size": tensor_parallel,
             **({"kv_cache_dtype": "fp8"} if spec.kv_dtype == "fp8" else {}),
+            **(adapters.options(spec.adapters, spec.adapter_rank) if spec.adapters else {}),
         }
         if not on_cpu:
             options["gpu_memory_utilization"] = _gpu_share(weights + kv_tokens * token_bytes)
@@ -83,7 +87,15 @@ def build(
         if tensor_parallel > 1:
             options["distributed_executor_backend"] = "mp"
         vllm = _start(spec, shapes, options)
-    engine = VllmEngine(vllm, shapes, version=version, own_sampler=own_sampler, tensor_parallel=tensor_parallel)
+    engine = VllmEngine(
+        vllm,
+        shapes,
+        version=version,
+        own_sampler=own_sampler,
+        tensor_parallel=tensor_parallel,
+        adapters=spec.adapters,
+        adapter_rank=spec.adapter_rank,
+    )
     if spec.kv_dtype == "fp8":
         engine.capabilities = replace(engine.capabilities, kv_dtype="fp8")
     try:

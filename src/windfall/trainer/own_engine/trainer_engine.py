@@ -156,8 +156,8 @@ class TrainerEngine(Engine):
         finally:
             self._turn.release()
 
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        assert weights is None, "the engine uses the weights of the trainer"
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
+        assert weights is None and not policy, "the engine uses the weights of the trainer"
         self.waiting = True
         self._turn.acquire_for_engine()
         try:
@@ -208,6 +208,12 @@ class TrainerWeights:
         if manifest is None or (manifest.version, manifest.digest) != (load.version, load.digest):
             raise ValueError(f"the trainer is not at version {load.version}")
         return PulledFiles(manifest=manifest)
+
+    def beside(self) -> TrainerWeights:
+        raise NotImplementedError("the trainer's own engine holds one policy")
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     def reroute(self, routed: Routed) -> None:
         """It reads from no source."""

@@ -1,0 +1,105 @@
+"""Several adapters of one base in one forward pass: every row of the batch uses the adapter of its own response.
+
+    y = x @ W.T + scale * (x @ A.T) @ B.T        A, B and scale: those of the row's adapter; none: y = x @ W.T
+
+`TorchAdapters` has a module tree of its own with the parameters of the given one. The layers that an adapter changes
+are replaced in it by `AdaptedLinear`, around the layer that was there. A layer that no adapter changes stays as it is.
+
+Rules:
+- rows without an adapter have the bits of the base model;
+- with `whole`, every adapter is computed for all rows of a pass, and each row takes the result of its own. So no shape
+  depends on the adapters of other rows, as deterministic mode needs; otherwise an adapter computes only its own rows;
+- an adapter that does not fit is refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from windfall.engine.module_weights import copy_tree
+from windfall.errors import WindfallError
+from windfall.weights.merged import WEIGHT, AdapterPair
+
+
+class RowAdapters:
+    """The adapters of the rows of a pass."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.count = 0
+        self.rows: dict[int, Tensor | None] = {}
+        """For every adapter of the pass, the indices of its rows; None: all rows."""
+
+    def set(self, adapters: Sequence[int]) -> None:
+        """`adapters`: of every row; -1: none."""
+        self.count = len(adapters)
+        used = sorted(set(adapters) - {-1})
+        if used and len(set(adapters)) == 1:
+            self.rows = {used[0]: None}
+            return
+        of_row = torch.tensor(adapters)
+        self.rows = {n: torch.nonzero(of_row == n)[:, 0].to(self._device) for n in used}
+
+
+class AdaptedLinear(nn.Module):
+    def __init__(self, base: nn.Linear, rows: RowAdapters, whole: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.pairs: dict[int, tuple[AdapterPair, float]] = {}
+        """The matrices and the scale of each adapter that changes this layer."""
+        self._rows = rows
+        self._whole = whole
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = self.base(input)
+        x, flat = input.reshape(-1, input.shape[-1]), y.reshape(-1, y.shape[-1])
+        if len(x) != self._rows.count:
+            raise WindfallError("a layer that computes only some rows of a batch cannot have one of several adapters")
+        for number, rows in self._rows.rows.items():
+            if number in self.pairs:
+                (a, b), scale = self.pairs[number]
+                if rows is None:
+                    flat = flat + scale * linear(linear(x, a), b)
+                elif self._whole:
+                    flat = flat.index_copy(0, rows, (flat + scale * linear(linear(x, a), b))[rows])
+                else:
+                    flat = flat.index_add(0, rows, scale * linear(linear(x[rows], a), b))
+        return flat.view(y.shape)
+
+
+class TorchAdapters:
+    def __init__(self, model: Any, *, whole: bool) -> None:
+        self.tree = copy_tree(model)
+        self.rows = RowAdapters(model.device)
+        self._whole = whole
+        self._layers: dict[str, AdaptedLinear] = {}
+
+    def check(self, pairs: Mapping[str, AdapterPair]) -> None:
+        """Raise WindfallError if an adapter with these matrices cannot be used."""
+        for name in pairs:
+            layer = name.removesuffix(WEIGHT)
+            if not isinstance(self.tree.get_submodule(layer), nn.Linear | AdaptedLinear):
+                raise WindfallError(f"an adapter of {layer!r} is not supported: it is not a linear layer")
+
+    @torch.no_grad()
+    def hold(self, number: int, pairs: Mapping[str, AdapterPair], scale: float) -> None:
+        """Use copies of these matrices for this adapter from now on."""
+        for layer in self._layers.values():
+            layer.pairs.pop(number, None)
+        for name, pair in pairs.items():
+            layer = self._adapted(name.removesuffix(WEIGHT))
+            weight = next(layer.base.parameters())
+            layer.pairs[number] = AdapterPair(*(t.to(weight, copy=True) for t in pair)), scale
+
+    def _adapted(self, name: str) -> AdaptedLinear:
+        if name not in self._layers:
+            parent, _, last = name.rpartition(".")
+            layer = AdaptedLinear(self.tree.get_submodule(name), self.rows, self._whole)
+            setattr(self.tree.get_submodule(parent), last, layer)
+            self._layers[name] = layer
+        return self._layers[name]

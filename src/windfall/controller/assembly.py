@@ -281,7 +281,7 @@ class ControllerLife:
             yield
             return
         accounts, loop = self.dispatch.accounts, asyncio.get_running_loop()
-        base = next(base for base, names in self._bases.items() if hello.policy in names)
+        base = self._base_of(hello.policy)
         device, now = str(hello.facts.get("machine", "")), loop.time()
         process = base, device, hello.facts.get("pid")
         id, links = self._billed.get(process, ("", 0))
@@ -289,7 +289,7 @@ class ControllerLife:
             id = f"trainer {next(self._trainers)}"
             lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
             accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True,
-                          name=f"trainer-{base}" if base else "trainer",
+                          name=f"trainer-{base}" if base else "trainer", base=base,
                           started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
             accounts.paused(now, id)
         self._billed[process] = id, links + 1
@@ -322,10 +322,13 @@ class ControllerLife:
                 self.on_trainer(policy.trainer.hello)
         self.dispatch.rebuild_fp8_engines("the KV cache goes back from fp8 to bf16")
 
-    def counters(self, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
+    def counters(self, policy: RunPolicy, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
         """What happened to the fleet since the last step of any policy. `last`: the measurements of this step."""
         now_s = asyncio.get_running_loop().time()
-        return {**self.report.counters(last, now_s, staleness), **self._count_agents()}
+        return {**self.report.counters(last, now_s, staleness, self._base_of(policy.name)), **self._count_agents()}
+
+    def _base_of(self, policy: str) -> str:
+        return next(base for base, names in self._bases.items() if policy in names)
 
     async def tick(self) -> None:
         while True:

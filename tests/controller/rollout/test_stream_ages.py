@@ -109,8 +109,8 @@ def test_turns_of_an_evaluation_beside_training_are_not_counted(tmp_path: Path) 
     async def main() -> list[int]:
         counted = []
         async with rolling(Scripted(lambda request: "xy"), Asks(right), tmp_path) as rollout:
-            for version in (0, None):
-                groups = rollout.groups([1, 2], size=1, sampling=Sampling(), scope=f"{version}:", version=version)
+            for count in (False, True):
+                groups = rollout.groups([1, 2], size=1, sampling=Sampling(), scope=f"{count}:", counted=count)
                 assert len([g async for g in groups]) == 2
                 counted.append(len(rollout.grading._times_s))
         return counted

@@ -31,6 +31,7 @@ from windfall.controller.generation import Generation, make_admission
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_damage import JournalDamage
 from windfall.controller.ledger.journal_format import JournalContents, end_of, oldest_versions
+from windfall.controller.ledger.ledger import UNLIMITED
 from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
@@ -245,7 +246,7 @@ class ControllerLife:
 
     def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
         """The run continues with the trainer that is connected. `model`: the configuration of its model."""
-        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", 1 << 32)
+        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", UNLIMITED)
         if self.rollout is not None:
             self.rollout.contexts[policy.name] = model.get("max_position_embeddings")
         self.on_trainer(policy.hello)
@@ -281,7 +282,7 @@ class ControllerLife:
             yield
             return
         accounts, loop = self.dispatch.accounts, asyncio.get_running_loop()
-        base = next(base for base, names in self._bases.items() if hello.policy in names)
+        base = self._base_of(hello.policy)
         device, now = str(hello.facts.get("machine", "")), loop.time()
         process = base, device, hello.facts.get("pid")
         id, links = self._billed.get(process, ("", 0))
@@ -289,7 +290,7 @@ class ControllerLife:
             id = f"trainer {next(self._trainers)}"
             lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
             accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).if_known, trainer=True,
-                          name=f"trainer-{base}" if base else "trainer",
+                          name=f"trainer-{base}" if base else "trainer", base=base,
                           started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
             accounts.paused(now, id)
         self._billed[process] = id, links + 1
@@ -322,10 +323,13 @@ class ControllerLife:
                 self.on_trainer(policy.trainer.hello)
         self.dispatch.rebuild_fp8_engines("the KV cache goes back from fp8 to bf16")
 
-    def counters(self, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
+    def counters(self, policy: RunPolicy, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
         """What happened to the fleet since the last step of any policy. `last`: the measurements of this step."""
         now_s = asyncio.get_running_loop().time()
-        return {**self.report.counters(last, now_s, staleness), **self._count_agents()}
+        return {**self.report.counters(last, now_s, staleness, self._base_of(policy.name)), **self._count_agents()}
+
+    def _base_of(self, policy: str) -> str:
+        return next(base for base, names in self._bases.items() if policy in names)
 
     async def tick(self) -> None:
         while True:
@@ -352,14 +356,14 @@ class ControllerLife:
         rollout.interrupt()
 
 
-def _versions(recipe: Recipe) -> list[PolicyVersions]:
-    base = {name: base for base, names in recipe.bases().items() for name in names}
-    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
-
-
 def _lowest_task(states: Sequence[CheckpointState]) -> int:
     """The first task that is needed to continue from these states."""
     return min(min((*state.open_tasks, state.next_task)) for state in states)
+
+
+def _versions(recipe: Recipe) -> list[PolicyVersions]:
+    base = {name: base for base, names in recipe.bases().items() for name in names}
+    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
 
 
 def _directory(recipe: Recipe) -> Directory:

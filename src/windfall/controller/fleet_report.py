@@ -92,9 +92,11 @@ class FleetReport:
             max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
         )  # fmt: skip
 
-    def counters(self, last: StepMeasurement | None, now_s: float, staleness: dict[str, Any]) -> dict[str, Any]:
+    def counters(
+        self, last: StepMeasurement | None, now_s: float, staleness: dict[str, Any], base: str = ""
+    ) -> dict[str, Any]:
         """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step.
-        `staleness`: fields of its event, which are shown in the next snapshots."""
+        `staleness`: fields of its event, which are shown in the next snapshots. `base`: that of its trainer."""
         self._staleness = self._shown(staleness)
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
@@ -110,8 +112,8 @@ class FleetReport:
             self._advise(last, now_s)
             accounts, asynchronous = self._dispatch.accounts, self._recipe.rollout.staleness > 0
             # In synchronous training the trainer's engine is paused while the trainer trains or waits.
-            if not (asynchronous and accounts.trainer_trained(now_s, last.train_s)):
-                accounts.trainer_waited(now_s, last.train_wait_s)
+            if not (asynchronous and accounts.trainer_trained(now_s, last.train_s, base)):
+                accounts.trainer_waited(now_s, last.train_wait_s, base)
         return {
             **differences,
             **self._drafts(),

@@ -235,8 +235,7 @@ class Generation:
         if not any(g.in_step for g in groups):
             self.reset_counters()  # what the journal has of open responses is counted as restored
         self._expire(self._stream)
-        if any(g.asynchronous or g.in_step for g in groups):
-            self.admit()
+        self._admit_unless_between_steps()
 
     async def stop(self) -> None:
         """Withdraw everything that is open. The tokens generated so far stay in the journal."""
@@ -256,6 +255,11 @@ class Generation:
         while self._stream is not None and (tasks := self.gate.open()):
             self._stream.open(tasks)
 
+    def _admit_unless_between_steps(self) -> None:
+        """In synchronous training, generation stands still between two steps, also for the sake of an evaluation."""
+        if any(g.asynchronous or g.in_step for g in self.groups.values()):
+            self.admit()
+
     def published(self, policy: str) -> None:
         """The next version exists: what has become too old is dropped, and more tasks may be opened."""
         admission, stream = self.groups[policy].admission, self._stream
@@ -264,7 +268,7 @@ class Generation:
             self._expire(stream)
             # The new version is offered already, so queued responses begin with it or with a newer one.
             admission.not_begun([*stream.not_begun(policy), *self._waiting()])
-            self.admit()
+        self._admit_unless_between_steps()
 
     def _expire(self, stream: Stream) -> None:
         if any(g.asynchronous for g in self.groups.values()):

@@ -186,4 +186,4 @@ class RunPolicy:
         self._life.leave_fp8(step, gap)
 
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
-        return self._life.counters(self.local_generation.last, staleness)
+        return self._life.counters(self, self.local_generation.last, staleness)

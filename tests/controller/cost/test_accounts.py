@@ -330,3 +330,32 @@ def test_same_events_give_the_same_bill() -> None:
         return a.totals(200)
 
     assert run() == run()
+
+
+def test_dollars_of_policies_add_up_to_the_bill() -> None:
+    """Two trainers, one of them shared and replaced, and workers with tokens of all policies, of one, and of none."""
+    bases = {"solver": ("solver",), "verifier": ("verifier", "critic")}
+    accounts = Accounts()
+    for base in bases:
+        accounts.join(0.0, f"trainer {base}", kind="reserved", usd_per_h=36.0, trainer=True, base=base)
+        accounts.paused(0.0, f"trainer {base}")
+    for worker, made in (("a", {"solver": 10, "verifier": 20, "critic": 30}), ("b", {"solver": 5}), ("c", {})):
+        accounts.join(0.0, worker, kind="reserved" if worker == "c" else "spot", usd_per_h=3.6)
+        accounts.ready(10.0, worker)
+        accounts.busy(10.0, worker)
+        if made:
+            accounts.frame(50.0, worker, sum(made.values()), made)
+    accounts.gone(60.0, "trainer verifier", heard_s=60.0)
+    accounts.join(70.0, "trainer again", kind="reserved", usd_per_h=36.0, trainer=True, base="verifier")
+    accounts.paused(70.0, "trainer again")
+    first = accounts.step(100.0)
+    accounts.trainer_waited(110.0, 4.0, "solver")
+    assert accounts.totals(110.0).trainers["solver"].seconds == pytest.approx({"paused": 106.0, "waiting": 4.0})
+    assert "waiting" not in accounts.totals(110.0).trainers["verifier"].seconds
+    total = first + accounts.step(110.0)
+    assert set(total.trainers) == set(bases)
+    shares = total.usd_of(bases, {"verifier": 30.0, "critic": 10.0})
+    assert sum(shares.values()) == pytest.approx(total.all.total_usd)
+    spot, reserved = total.holders["spot"].total_usd, total.holders["reserved"].total_usd
+    assert shares["solver"] == pytest.approx(1.1 + spot * 15 / 65 + reserved / 3)
+    assert shares["critic"] == pytest.approx(total.trainers["verifier"].total_usd / 4 + spot * 30 / 65 + reserved / 3)

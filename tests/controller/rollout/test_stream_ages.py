@@ -111,13 +111,10 @@ def test_turns_of_an_evaluation_beside_training_are_not_counted(tmp_path: Path) 
     async def main() -> list[int]:
         counted = []
         async with rolling(Scripted(lambda request: "xy"), Asks(right), tmp_path) as rollout:
-            for versions in ({"": 0}, None):
-                options = {
-                    "scope": "pinned:" if versions else "any:",
-                    "versions": versions,
-                    "counted": versions is None,
-                }
-                groups = rollout.groups([1, 2], size=1, sampling=lambda policy: Sampling(), **options)
+            for count in (False, True):
+                groups = rollout.groups(
+                    [1, 2], size=1, sampling=lambda policy: Sampling(), scope=f"{count}:", counted=count
+                )
                 assert len([g async for g in groups]) == 2
                 counted.append(len(rollout.grading._times_s))
         return counted

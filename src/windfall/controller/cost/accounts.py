@@ -39,7 +39,8 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -81,6 +82,9 @@ class _OpenAccount:
     prefill_left_s: float = 0.0
     """Seconds of repeated prefill that are still to be counted in the time with work."""
     tokens: int = 0
+    tokens_of: Counter[str] = field(default_factory=Counter)
+    base: str = ""
+    """Of a trainer: the base that it trains, if that has a name."""
     provisional: list[_Interval] = field(default_factory=list)
     """Time that may still turn out to be lost."""
     settled: dict[Bucket, float] = field(default_factory=dict)
@@ -131,7 +135,7 @@ class _OpenAccount:
         for bucket, start_s, end_s in (*self.provisional, *self.uncounted(now_s)):
             if end_s > start_s:
                 seconds[bucket] = seconds.get(bucket, 0.0) + end_s - start_s
-        return priced(seconds, self.usd_per_h, self.tokens)
+        return priced(seconds, self.usd_per_h, self.tokens, self.tokens_of)
 
 
 class Accounts:
@@ -163,9 +167,11 @@ class Accounts:
         trainer: bool = False,
         started_s: float | None = None,
         name: str = "",
+        base: str = "",
     ) -> None:
         """A worker has joined. `usd_per_h`: None if not known. `started_s`: when its process started, by the same
-        clock. `name`: its name; a worker of this name may have been here before under another id."""
+        clock. `name`: its name; a worker of this name may have been here before under another id. `base`: of a
+        trainer, if that has a name."""
         assert worker not in self._here, f"{worker} is here already"
         name, start_s = name or worker, now_s if started_s is None else min(started_s, now_s)
         billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
@@ -177,6 +183,7 @@ class Accounts:
             usd_per_h=usd_per_h,
             start_s=start_s,
             counted_s=start_s,
+            base=base,
             activity=Activity() if trainer and not is_local(name) else self.activity,
         )
         self._newest[name] = worker
@@ -208,11 +215,13 @@ class Accounts:
         w.settle()
         w.busy, w.prefill_left_s = False, 0.0
 
-    def frame(self, now_s: float, worker: str, tokens: int) -> None:
-        """The ledger has accepted tokens of the worker."""
+    def frame(self, now_s: float, worker: str, tokens: int, tokens_of: Mapping[str, int] | None = None) -> None:
+        """The ledger has accepted tokens of the worker. `tokens_of`: by policy, for policies with a name."""
         w = self._advance(now_s, worker)
         w.settle()
         w.tokens += tokens
+        if tokens_of:
+            w.tokens_of.update(tokens_of)
 
     def moved_in(
         self,
@@ -235,21 +244,22 @@ class Accounts:
     def paused(self, now_s: float, worker: str) -> None:
         self._enter(now_s, worker, "paused")
 
-    def trainer_waited(self, now_s: float, s: float) -> None:
-        """The trainer had nothing to train on for `s` seconds since the last `step()`: it was waiting, not paused."""
-        self._correct_trainer(now_s, s, "paused", "waiting")
+    def trainer_waited(self, now_s: float, s: float, base: str = "") -> None:
+        """The trainer had nothing to train on for `s` seconds since the last `step()`: it was waiting, not paused.
+        `base`: that of the trainer, if it has a name."""
+        self._correct_trainer(now_s, s, "paused", "waiting", base)
 
-    def trainer_trained(self, now_s: float, s: float) -> float:
+    def trainer_trained(self, now_s: float, s: float, base: str = "") -> float:
         """The trainer trained for `s` seconds since the last `step()` while its engine had work: the engine stood still
         meanwhile. Returns how many of these seconds had been counted as generating."""
-        return self._correct_trainer(now_s, s, "generating", "paused")
+        return self._correct_trainer(now_s, s, "generating", "paused", base)
 
-    def _correct_trainer(self, now_s: float, s: float, counted: Bucket, correct: Bucket) -> float:
+    def _correct_trainer(self, now_s: float, s: float, counted: Bucket, correct: Bucket, base: str) -> float:
         """Move at most `s` seconds of each engine of the trainer since the last `step()` to another bucket."""
-        closed_s, gone_s = (
-            t.holders.get("trainer", Account()).seconds.get(counted, 0.0) for t in (self._closed, self._gone)
-        )
-        engines = [self._advance(now_s, worker) for worker, w in self._here.items() if w.holder == "trainer"]
+        both = [(t.trainers.get(base) if base else t.holders.get("trainer")) for t in (self._closed, self._gone)]
+        closed_s, gone_s = ((account or Account()).seconds.get(counted, 0.0) for account in both)
+        here = [worker for worker, w in self._here.items() if w.holder == "trainer" and base in ("", w.base)]
+        engines = [self._advance(now_s, worker) for worker in here]
         for w in engines:
             w.settle()
         left_s = total_s = max(0.0, gone_s + sum(w.settled.get(counted, 0.0) for w in engines) - closed_s)
@@ -281,7 +291,7 @@ class Accounts:
         if len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
         account = w.account(now_s)
-        self._gone += Totals(holders={w.holder: account})
+        self._gone += Totals(holders={w.holder: account}, trainers={w.base: account} if w.base else {})
         return account
 
     def gathered(self, gathering: Gathering) -> None:
@@ -303,9 +313,17 @@ class Accounts:
         by_holder: dict[Holder, list[Account]] = {h: [a] for h, a in self._gone.holders.items()}
         for w in self._here.values():
             by_holder.setdefault(w.holder, []).append(w.account(now_s))
+        trainers = {base: [a] for base, a in self._gone.trainers.items()}
+        for w in self._here.values():
+            if w.base:
+                trainers.setdefault(w.base, []).append(w.account(now_s))
         if self.traffic_usd:
             by_holder["traffic"] = [Account(usd={"traffic": self.traffic_usd})]
-        return Totals(holders={h: add(*accounts) for h, accounts in by_holder.items()}, gathering=self.gathering)
+        return Totals(
+            holders={h: add(*accounts) for h, accounts in by_holder.items()},
+            gathering=self.gathering,
+            trainers={base: add(*accounts) for base, accounts in trainers.items()},
+        )
 
     def of(self, worker: str, now_s: float) -> Account:
         """The account so far of a worker that is here."""

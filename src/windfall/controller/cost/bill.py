@@ -10,7 +10,9 @@ of its own ("traffic").
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +30,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     unpriced_s: float = 0.0
     """Seconds without a known price."""
+    tokens_of: dict[str, int] = {}
+    """Tokens by policy, for policies with a name."""
 
     @property
     def total_s(self) -> float:
@@ -44,10 +48,14 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens / generating_s if generating_s > 0 and self.tokens else None
 
 
-def priced(seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int) -> Account:
+def priced(
+    seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int, tokens_of: dict[str, int] | None = None
+) -> Account:
+    of = dict(tokens_of or {})
     if usd_per_h is None:
-        return Account(seconds=seconds, tokens=tokens, unpriced_s=sum(seconds.values()))
-    return Account(seconds=seconds, usd={b: s * usd_per_h / 3600 for b, s in seconds.items()}, tokens=tokens)
+        return Account(seconds=seconds, tokens=tokens, unpriced_s=sum(seconds.values()), tokens_of=of)
+    usd: dict[Bucket, float] = {b: s * usd_per_h / 3600 for b, s in seconds.items()}
+    return Account(seconds=seconds, usd=usd, tokens=tokens, tokens_of=of)
 
 
 class Gathering(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +88,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
     holders: dict[Holder, Account] = {}
     gathering: Gathering = Gathering()
+    trainers: dict[str, Account] = {}
+    """The parts of the account "trainer", by base, for bases with a name."""
 
     @property
     def all(self) -> Account:
@@ -87,17 +97,35 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return add(*self.holders.values())
 
     def __add__(self, other: Totals) -> Totals:
-        holders = dict.fromkeys((*self.holders, *other.holders))
         return Totals(
-            holders={h: add(*(t.holders[h] for t in (self, other) if h in t.holders)) for h in holders},
+            holders=_added(self.holders, other.holders),
             gathering=self.gathering + other.gathering,
+            trainers=_added(self.trainers, other.trainers),
         )
 
     def __sub__(self, earlier: Totals) -> Totals:
         return Totals(
             holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()},
             gathering=self.gathering - earlier.gathering,
+            trainers={b: _subtract(a, earlier.trainers.get(b, Account())) for b, a in self.trainers.items()},
         )
+
+    def usd_of(self, bases: Mapping[str, Sequence[str]], train_s: Mapping[str, float]) -> dict[str, float]:
+        """What each policy costs; these add up to the bill. A policy pays for its trainer, or its share of the seconds
+        that a shared one trained, and for every holder's workers by its share of their tokens; without tokens, all pay
+        the same. `bases`: the policies of each; `train_s`: seconds of training by policy.
+
+        >>> spot = priced({"generating": 3600}, 6.0, 300, {"solver": 200, "verifier": 100})
+        >>> Totals(holders={"spot": spot}).usd_of({"solver": ("solver", "verifier")}, {})
+        {'solver': 4.0, 'verifier': 2.0}
+        """
+        out = {name: 0.0 for names in bases.values() for name in names}
+        for base, account in self.trainers.items():
+            _split(out, account.total_usd, {name: train_s.get(name, 0.0) for name in bases[base]})
+        for holder, account in self.holders.items():
+            if holder != "trainer" or not self.trainers:
+                _split(out, account.total_usd, {name: account.tokens_of.get(name, 0) for name in out})
+        return out
 
     def usd_per_million(self, trained_tokens: int) -> float | None:
         """Dollars per million trained tokens, a lower bound if `all.unpriced_s` > 0; None without tokens or prices."""
@@ -213,7 +241,24 @@ def add(*accounts: Account) -> Account:
             for bucket, amount in part.items():
                 total[bucket] = total.get(bucket, 0.0) + amount
     tokens, unpriced_s = sum(a.tokens for a in accounts), sum(a.unpriced_s for a in accounts)
-    return Account(seconds=seconds, usd=usd, tokens=tokens, unpriced_s=unpriced_s)
+    tokens_of: Counter[str] = Counter()
+    for account in accounts:
+        tokens_of.update(account.tokens_of)
+    return Account(seconds=seconds, usd=usd, tokens=tokens, unpriced_s=unpriced_s, tokens_of=dict(tokens_of))
+
+
+K = TypeVar("K", bound=str)
+
+
+def _added(one: dict[K, Account], other: dict[K, Account]) -> dict[K, Account]:
+    return {k: add(*(accounts[k] for accounts in (one, other) if k in accounts)) for k in {**one, **other}}
+
+
+def _split(out: dict[str, float], usd: float, shares: Mapping[str, float]) -> None:
+    """Add the dollars to those of the policies, by these shares."""
+    total = sum(shares.values())
+    for name, share in shares.items():
+        out[name] += usd * (share / total if total else 1 / len(shares))
 
 
 def _subtract(now: Account, before: Account) -> Account:
@@ -223,6 +268,7 @@ def _subtract(now: Account, before: Account) -> Account:
         usd={bucket: max(0.0, usd - before.usd.get(bucket, 0.0)) for bucket, usd in now.usd.items()},
         tokens=now.tokens - before.tokens,
         unpriced_s=max(0.0, now.unpriced_s - before.unpriced_s),
+        tokens_of={policy: n - before.tokens_of.get(policy, 0) for policy, n in now.tokens_of.items()},
     )
 
 

@@ -386,6 +386,11 @@ class Ledger:
         entry.state = "turn"
         entry.episode.finish = finish
 
+    def policies_of(self, worker: str, frame: Tokens) -> list[str]:
+        """The policy of each row; "" for a response that the worker does not have."""
+        held = self._by_worker.get(worker, {})
+        return [held[handle].policy if handle in held else "" for handle in frame.handles]
+
     def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
         self._record_version(entry)
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]

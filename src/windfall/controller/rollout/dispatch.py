@@ -387,13 +387,18 @@ class Dispatch:
             policy: held.version if self.versions[policy].window.allows(held.version, held.digest) else -1
             for policy, held in member.held.items()
         }
+        policies = self.ledger.policies_of(member.id, frame) if frame.versions else []
         accepted = self.ledger.accept(member.id, frame, loaded=loaded)
         member.generated += accepted.tokens
         if accepted.tokens:
             # Otherwise it has prefilled all its responses of a policy again.
             if frame.by_policy.items() <= member.frame_versions.items():
                 self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
-            self.accounts.frame(now, member.id, accepted.tokens)
+            rows = range(len(policies)) if accepted.complete else accepted.rows
+            made = Counter[str]()
+            for row in rows if policies else ():
+                made[policies[row]] += frame.counts[row] if frame.counts else 1
+            self.accounts.frame(now, member.id, accepted.tokens, made)
         member.last_tokens_s = now
         member.frame_versions |= frame.by_policy
         if batch:

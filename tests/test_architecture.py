@@ -108,7 +108,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "weights/manifest.py",
     "weights/delta.py",
     "weights/plan.py",
-    "weights/slices.py",
+    "weights/ranges.py",
     "trainer/model/activation_memory.py",
     "trainer/ranks/rank_budget.py",
     "plan/__init__.py",

@@ -150,7 +150,7 @@ def load_from(port: int, version: int, files: list[str], *, in_memory: bool) -> 
     """The last one of these files, from the server at this port. A delta is named as DIGEST:BEFORE:AFTER."""
     location, on = f"http://127.0.0.1:{port}", machine() if in_memory else ""
     source = SourceRef(id="trainer", kind="trainer", location=location, machine=on)
-    route = ReadRoute(sources=(source,), parts=(RoutePart(start=0, stop=1 << 62, sources=(0,)),))
+    route = ReadRoute(sources=(source,), parts=(RoutePart(start=0, stop=1 << 62, source=0),))
     refs = [
         FileRef(digest=d, nbytes=0, before=b, after=a) for d, b, a in (f"{name}::".split(":")[:3] for name in files)
     ]

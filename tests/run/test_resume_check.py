@@ -164,7 +164,7 @@ def test_run_that_was_stopped_or_lost_its_checkpoint_is_not_finished(run: Path) 
 
 
 def test_run_is_finished_when_all_policies_that_are_trained_are(run: Path) -> None:
-    several = edited(run, "policies.a={}", "policies.b={}", "policies.c={frozen=true}")
+    several = edited(run, "fleet.local=false", "policies.a={}", "policies.b={}", "policies.c={frozen=true}")
     ended(run, "a", step=20, finished=True)
     assert resume_check.finished(several, run) is None
     ended(run, "b", step=20, finished=True)

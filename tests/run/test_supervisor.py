@@ -184,7 +184,8 @@ def test_process_that_is_stopped_while_it_starts_is_killed(
         it = supervisor_of(tmp_path)
         start = {"argv": ["sleep", "600"], "env": dict(os.environ), "log": tmp_path / "log"}
         frozen, slow = (process.start(name=name, **start) for name in (role, "rank-1"))
-        it._controller, it._ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
+        it._controller, ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
+        it._ranks = {"": ranks}
         watching = asyncio.create_task(it._watch())
         try:
             os.kill(frozen.pid, signal.SIGSTOP)

@@ -133,8 +133,8 @@ class Worker:
         self.may_build = threading.Event()
         self.may_build.set()
         self.client = ControllerClient(
-            url, token, name=name, lease=Lease(), build=self._build, puller=self.puller, say=self.said.append,
-            **{"patience_s": 30.0, **options},
+            url, token, name=name, build=self._build, puller=self.puller, say=self.said.append,
+            **{"patience_s": 30.0, "lease": Lease(), **options},
         )  # fmt: skip
         self.running = asyncio.create_task(self.client.run(clouds))
 

@@ -228,15 +228,15 @@ class ServedShelf:
         return held
 
 
-def route_to(*refs: SourceRef, nbytes: int = 1 << 40) -> ReadRoute:
-    """All bytes from these sources, best first."""
-    return ReadRoute(sources=refs, parts=(RoutePart(start=0, stop=nbytes, sources=tuple(range(len(refs)))),))
+def route_to(ref: SourceRef) -> ReadRoute:
+    """All bytes from this source."""
+    return ReadRoute(sources=(ref,), parts=(RoutePart(start=0, stop=1 << 40, source=0),))
 
 
-def load_of(version: int, digest: str, files: Iterable[FileRef | Manifest], *refs: SourceRef) -> Load:
-    """Read these files from these sources."""
+def load_of(version: int, digest: str, files: Iterable[FileRef | Manifest], ref: SourceRef) -> Load:
+    """Read these files from this source."""
     named = [file.ref if isinstance(file, Manifest) else file for file in files]
-    routes = tuple(FileRoute(file=file, route=route_to(*refs, nbytes=file.nbytes)) for file in named)
+    routes = tuple(FileRoute(file=file, route=route_to(ref)) for file in named)
     return Load(version=version, digest=digest, files=routes)
 
 

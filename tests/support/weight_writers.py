@@ -93,7 +93,6 @@ class State:
 
         threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
         assert ready.wait(120)
-        self.publisher.address = self.url
 
 
 def model(seed: int, share: float = 1.0) -> Tensors:

@@ -42,13 +42,14 @@ def unnamed(**own: Any) -> Recipe:
     return parse_recipe(COMMON | {"train": TRAIN | own}, where="test")
 
 
-def build(made: Recipe, folder: Path) -> tuple[RankPart, dict[str, Any]]:
+def build(made: Recipe, folder: Path, orders: Orders | None = None) -> tuple[RankPart, dict[str, Any]]:
     """The trainer of the only base of the recipe, from the newest checkpoints, and the bases of its adapters."""
     (names,) = made.bases().values()
+    orders = orders or Orders(TrainerRanks.alone())
     model = load.load("tiny", dtype="float32", device="cpu")
     loaded, setups = {}, {}
     for name in names:
-        trained = not name or made.policies[name].trained
+        trained = made.is_trained(name)
         found = checkpoint.newest(folders.policy_folder(folder, name) / "checkpoints")
         options: dict[str, Any] = {"dtype": "float32", "policy": name, "trained": trained}
         loaded[name] = trained_weights.prepare(model, made.of(name), found, **options)
@@ -57,9 +58,10 @@ def build(made: Recipe, folder: Path) -> tuple[RankPart, dict[str, Any]]:
             micro_tokens=64, checkpoint=found.path if found and trained else None,
             adapter=adapters.config if adapters else None, frozen=not trained,
         )  # fmt: skip
-    part = RankPart(made, folder, Orders(TrainerRanks.alone()), loaded=loaded)
-    part.build(Setup(model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False,
-                     policies=setups))  # fmt: skip
+    part = RankPart(made, folder, orders, loaded=loaded)
+    setup = Setup(model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False,
+                  policies=setups)  # fmt: skip
+    orders.call(part.build, setup)
     return part, {name: each.base for name, each in loaded.items()}
 
 
@@ -78,7 +80,7 @@ def train(part: RankPart, policy: str, step: int) -> Any:
     assert trainer is not None
     trainer.forward_backward(samples(step))
     assert trainer.optim_step().skipped == ""
-    return part.publish(policy, step, ORDER)
+    return part.orders.call(part.publish, policy, step, ORDER)
 
 
 def save(part: RankPart, policy: str, step: int, base: Any) -> Path:
@@ -161,6 +163,23 @@ def test_copy_follows_its_original_only_when_it_is_published(tmp_path: Path) -> 
     assert all(torch.equal(t, wanted[n]) for n, t in found.items())
     assert not all(torch.equal(t, before[n]) for n, t in found.items())
     part.close()
+
+
+def test_copy_that_began_with_an_older_version_has_the_present_one_next(tmp_path: Path) -> None:
+    part, bases = build(recipe(**POLICIES), tmp_path)
+    for name in part.policies:
+        part.publish(name, 0, ORDER)
+    train(part, "solver", 1)
+    save(part, "solver", 1, bases["solver"])
+    part.close()
+    again, _ = build(recipe(**POLICIES), tmp_path)
+    again.publish("solver", 1, ORDER)
+    again.publish("old", 0, ORDER)
+    wanted, before = published(again, "solver"), published(again, "old")
+    assert not all(torch.equal(t, wanted[n]) for n, t in before.items())
+    again.publish("old", 1, ORDER)
+    assert all(torch.equal(t, wanted[n]) for n, t in published(again, "old").items())
+    again.close()
 
 
 def test_policies_that_are_not_trained_have_no_gradients(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_
 from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
 from windfall.weights import download, file_sources
 from windfall.weights import source as sources_module
+from windfall.weights.buffers import Buffer
 from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import FileSources, PullFailed
+from windfall.weights.held_files import HeldFile
 from windfall.weights.source import Source, SourceBroken, SourceGone, SourceStalled
 
 DATA = some_bytes(5 * CHUNK + 777)
@@ -22,7 +24,8 @@ STAGES = ["connect", "manifest", "open", "read"]
 
 
 class Read:
-    """One read of DATA. `answer` gets each question of the reader, and may return a route."""
+    """One read of DATA. `answer` gets each question of the reader, and may return a route; by default, one to the first
+    shelf that was not reported."""
 
     def __init__(
         self,
@@ -37,16 +40,15 @@ class Read:
         self.made = manifest or manifest_of(DATA)
         self.asked: list[AskRoute] = []
         self.stop = threading.Event()
-        self.view = memoryview(bytearray(len(DATA)))
-        self.done: list[int] = []
+        self.held = HeldFile(self.made, Buffer(len(DATA)))
         self.received = 0
-        self._answer = answer
+        self._answer = answer or self._next_shelf
         self._parallel = parallel
         self.sources = FileSources(
             self.made.digest,
-            route_to(*(shelf.ref for shelf in shelves), nbytes=len(DATA)) if route is None else route,
+            route_to(shelves[0].ref) if route is None else route,
             connect=self._connect,
-            ask=None if answer is None else self._ask,
+            ask=self._ask,
             stop=self.stop,
             tries=tries,
             on_bytes=self._count,
@@ -54,11 +56,14 @@ class Read:
 
     def run(self) -> Read:
         assert read_manifest(self.sources) == self.made
-        chunks = len(self.made.chunks) // 8
-        Download(self.sources, self.made, self.view, range(chunks), self.done.append).run(self._parallel)
-        assert bytes(self.view) == DATA
-        assert sorted(self.done) == list(range(chunks))
+        Download(self.sources, self.held).run(self._parallel)
+        assert bytes(self.held.buffer.view) == DATA
+        assert not self.held.missing()
         return self
+
+    @property
+    def done(self) -> list[int]:
+        return sorted(set(range(len(self.made.chunks) // 8)) - set(self.held.missing()))
 
     def why(self) -> list[tuple[str, str]]:
         return [(use.source, use.why) for ask in self.asked for use in ask.used if use.why]
@@ -66,9 +71,13 @@ class Read:
     def _connect(self, ref: SourceRef, stopped: Callable[[], bool]) -> Source:
         return self.shelves[ref.id].connect(stopped)
 
+    def _next_shelf(self, question: AskRoute) -> ReadRoute | None:
+        reported = {id for id, _ in self.why()}
+        return next((route_to(shelf.ref) for id, shelf in self.shelves.items() if id not in reported), None)
+
     def _ask(self, question: AskRoute) -> None:
         self.asked.append(question)
-        route = self._answer(question) if self._answer is not None else None
+        route = self._answer(question)
         if route is not None:
             threading.Thread(target=self.sources.reroute, args=(route,)).start()
 
@@ -129,7 +138,7 @@ def test_a_break_is_retried_at_the_same_source_before_another_one() -> None:
             raise SourceBroken("reset")
 
     a.fault = once
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert broken
     assert not b.opened
     assert not read.asked
@@ -139,7 +148,7 @@ def test_a_break_is_retried_at_the_same_source_before_another_one() -> None:
 def test_a_stalled_or_gone_source_is_reported_and_replaced_by_the_answer(error: type[SourceBroken]) -> None:
     a, b, c = shelf("a", "peer"), shelf("b"), shelf("c")
     a.fault = broken_from("read", 2 * CHUNK + 5_000, error)
-    read = Read(a, b, c, route=route_to(a.ref, b.ref), answer=lambda question: route_to(c.ref)).run()
+    read = Read(a, b, c, answer=lambda question: route_to(c.ref)).run()
     assert read.why() == [("a", error.why)]
     assert not b.opened
     assert c.opened[0][0] == a.read_bytes
@@ -148,12 +157,19 @@ def test_a_stalled_or_gone_source_is_reported_and_replaced_by_the_answer(error: 
     assert sum(use.bytes for use in (*question.used, *read.sources.uses())) == read.received
 
 
-def test_without_an_answer_the_reader_goes_on_along_its_route() -> None:
-    a, b = shelf("a", "peer"), shelf("b")
-    a.fault = broken_from("open", 0, SourceStalled)
+def test_without_an_answer_the_reader_tries_the_same_source_again() -> None:
+    a, stalled = shelf("a", "peer"), [1, 2]
+
+    def fault(stage: str, at: int) -> None:
+        if stage == "open" and stalled:
+            stalled.pop()
+            raise SourceStalled("once more")
+
+    a.fault = fault
     began = time.monotonic()
-    Read(a, b, answer=lambda question: None).run()
-    assert 0.2 <= time.monotonic() - began < 5
+    read = Read(a, answer=lambda question: None).run()
+    assert read.why() == [("a", "stalled")] * 2
+    assert 2 * 0.2 <= time.monotonic() - began < 5
 
 
 def test_a_break_of_all_connections_counts_once() -> None:
@@ -175,7 +191,7 @@ def test_a_break_of_all_connections_counts_once() -> None:
 def test_wrong_bytes_are_requested_once_more_then_the_source_is_dropped(kind: Any) -> None:
     a, b = shelf("a", kind), shelf("b")
     a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert read.why() == [("a", "wrong")]
     assert [start for start, _ in a.opened] == [0, CHUNK, CHUNK]
     assert b.opened[0][0] == CHUNK  # not a byte of the chunk is believed
@@ -198,7 +214,7 @@ def test_a_chunk_of_two_sources_convicts_neither() -> None:
     a.fault = lambda stage, at: (
         broken_from("read", CHUNK + 20_000)(stage, at) or (at and broken_from("open")(stage, at))
     )
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert read.why() == [("a", "unreachable")]
 
 
@@ -206,7 +222,7 @@ def test_a_wrong_manifest_drops_the_source() -> None:
     a, b = shelf("a", "peer"), shelf("b")
     digest = manifest_of(DATA).digest
     a.files[digest] = (manifest_of(some_bytes(100)), *a.files[digest][1:])
-    assert Read(a, b, answer=lambda question: None).run().why() == [("a", "wrong")]
+    assert Read(a, b).run().why() == [("a", "wrong")]
 
 
 def test_checksums_suffice_for_a_trusted_source_only() -> None:
@@ -240,7 +256,7 @@ def test_a_source_is_trusted_only_if_all_of_its_bytes_of_a_chunk_are() -> None:
 
 def test_follows_a_source_that_is_being_filled() -> None:
     a = shelf("a", "peer", chunks=0)
-    read = Read(a, answer=lambda question: None)
+    read = Read(a)
     reading = threading.Thread(target=read.run)
     reading.start()
     for chunk in range(6):
@@ -254,7 +270,7 @@ def test_follows_a_source_that_is_being_filled() -> None:
 
 def test_a_source_that_gets_no_further_is_stalled() -> None:
     a, b = shelf("a", "peer", chunks=2), shelf("b")
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert read.why() == [("a", "stalled")]
     assert a.read_bytes == 2 * CHUNK
 
@@ -264,7 +280,7 @@ def test_a_source_that_trickles_is_stalled(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sources_module, "PACE_S", 0.1)
     a, b = shelf("a", "peer"), shelf("b")
     a.fault = lambda stage, at: time.sleep(0.03) if stage == "read" else None
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert ("a", "stalled") in read.why()
     assert a.read_bytes < 2 * CHUNK
 
@@ -272,7 +288,7 @@ def test_a_source_that_trickles_is_stalled(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_byte_per_connection_is_no_progress() -> None:
     a, b = shelf("a", "peer"), shelf("b")
     a.fault = lambda stage, at: broken_from("read")(stage, at) if a.opened and at > a.opened[-1][0] else None
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert len(a.opened) <= 3
     assert ("a", "unreachable") in read.why()
 
@@ -290,7 +306,7 @@ def test_all_sources_fail_with_a_line_for_each() -> None:
     a, b = shelf("a"), shelf("b")
     a.fault = broken_from("connect")
     b.fault = broken_from("open", 0, SourceGone)
-    read = Read(a, b, answer=lambda question: None)
+    read = Read(a, b)
     with pytest.raises(PullFailed, match=r"broken at connect.*; broken at open"):
         read.run()
     assert {("a", "unreachable"), ("b", "gone")} == set(read.why())
@@ -323,7 +339,7 @@ def test_a_read_without_a_byte_fails_in_time(kind: str, monkeypatch: pytest.Monk
 def test_each_part_comes_from_its_own_source() -> None:
     a, b = shelf("a"), shelf("b")
     cuts = (0, 2 * CHUNK, 3 * CHUNK, len(DATA))
-    parts = tuple(RoutePart(start=cuts[i], stop=cuts[i + 1], sources=(i % 2,)) for i in range(3))
+    parts = tuple(RoutePart(start=cuts[i], stop=cuts[i + 1], source=i % 2) for i in range(3))
     read = Read(a, b, route=ReadRoute(sources=(a.ref, b.ref), parts=parts), parallel=2).run()
     assert (a.read_bytes, b.read_bytes) == (len(DATA) - CHUNK, CHUNK)
     assert {use.source for use in read.sources.uses()} == {"a", "b"}
@@ -333,7 +349,7 @@ def test_a_read_that_has_become_slow_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(download, "SLOW_S", 2)
     a = shelf("a", "peer")
     a.fault = lambda stage, at: time.sleep(0.6 if stage == "read" and at > 4 * CHUNK else 0)
-    read = Read(a, answer=lambda question: None).run()
+    read = Read(a).run()
     assert ("a", "slow") in read.why()
 
 
@@ -346,7 +362,7 @@ def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         a.fault = lambda stage, at: time.sleep(0.1 if stage == "read" else 0)
     if kind == "asking":
         a.fault = broken_from("open")
-    read = Read(a, answer=lambda question: None)
+    read = Read(a)
     threading.Timer(0.2, read.stop.set).start()
     began = time.monotonic()
     with pytest.raises(PullFailed, match="stopped"):
@@ -364,7 +380,7 @@ def test_any_error_of_a_source_is_a_failure_of_that_source(stage: str, error: ty
             raise error("odd")
 
     a.fault = fault
-    read = Read(a, b, answer=lambda question: None).run()
+    read = Read(a, b).run()
     assert set(read.why()) == {("a", "unreachable")}
 
 
@@ -372,7 +388,7 @@ def test_an_error_of_the_reader_itself_is_raised() -> None:
     a = shelf("a")
     read = Read(a, parallel=3)
 
-    def of(stop: int) -> tuple[SourceRef, ...]:
+    def of(stop: int) -> SourceRef:
         raise ZeroDivisionError
 
     read.sources.of = of  # type: ignore[method-assign]

@@ -108,7 +108,7 @@ def test_files_by_digest() -> None:
     assert files.find(first.manifest.digest) is again
     part.add(2)
     halves = m.Holding(file=part.manifest.ref, ranges=((2 * CHUNK, 3 * CHUNK),))
-    assert files.describe() == (m.Holding(file=again.manifest.ref), halves)
+    assert files.describe() == (halves, m.Holding(file=again.manifest.ref))  # the largest first
     assert files.remove(first)
     assert files.find(first.manifest.digest) is again, "the same bytes in another buffer"
     assert files.remove(again)
@@ -226,5 +226,5 @@ def test_a_file_with_many_holes_is_described_by_its_longest_ranges() -> None:
     for chunk in (0, 2, 3, 5, 7, 8):
         partial.add(chunk)
     files.add(partial)
-    (holding,) = files.describe(2)
+    (holding,) = files.describe(most_ranges=2)
     assert holding.ranges == ((2 * CHUNK, 4 * CHUNK), (7 * CHUNK, 9 * CHUNK))

@@ -6,12 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from tests.support.weight_shelves import route_to
+from windfall.link.messages import FileRef, FileRoute, Load
 from windfall.weights import delta, publish
 from windfall.weights.publish import Publisher
+from windfall.weights.pull import NO_ROUTE, PullFailed
 
 Weights = dict[str, torch.Tensor]
 
@@ -115,7 +119,7 @@ def test_buffers_of_deltas_are_used_again(publisher: Publisher) -> None:
         publisher.publish(v, w)
         if publisher.delta:
             used.append(publisher.delta.buffer.handle.inode)
-    assert len(set(used)) <= publish.MAX_DELTAS + 2
+    assert len(set(used)) <= delta.MAX_DELTAS + 2
 
 
 def test_what_is_being_uploaded_is_not_overwritten(publisher: Publisher) -> None:
@@ -157,3 +161,33 @@ def test_reader_several_versions_behind_applies_the_chain(serving: Callable[...,
         assert p.delta_used == v
         assert p.bytes_received - before < sum(d.manifest.nbytes + len(d.manifest.encode()) for d in chain) + 1000
         assert all(torch.equal(t, w[name]) for name, t in p.tensors().items())
+
+
+def test_a_reader_keeps_no_more_deltas_than_the_trainer(serving: Callable[..., Any]) -> None:
+    s, w = serving(chunk_bytes=1 << 12), weights()
+    p = s.puller()
+    for v in range(delta.MAX_DELTAS + 3):
+        w = moved(w, v, share=0.001)
+        s.pull(p, s.publisher.publish(v, w))
+    assert {d.file.digest for d in p.files.describe()} == {p.held.digest} | {
+        d.manifest.digest for d in s.publisher.deltas
+    }
+
+
+def test_deltas_of_failed_pulls_do_not_pile_up(serving: Callable[..., Any]) -> None:
+    """Every load fails after it has read its first delta: the second one is nowhere, and neither is the copy."""
+    s, w = serving(chunk_bytes=1 << 12), weights()
+    p = s.puller()
+    s.pull(p, s.publisher.publish(0, w))
+    held, nowhere = p.held.digest, FileRef(digest="0" * 64, nbytes=1, before="b", after="c")
+    for v in range(1, 8):
+        w = moved(w, v, share=0.1)
+        made = s.publisher.publish(v, w)
+        delta = s.publisher.delta.manifest
+        first = msgspec.structs.replace(delta.ref, before=held)
+        routes = FileRoute(file=first, route=route_to(s.ref)), FileRoute(file=nowhere, route=NO_ROUTE)
+        with pytest.raises(PullFailed):
+            p.pull(Load(version=v, digest=made.digest, files=routes))
+        kept = [each.file.nbytes for each in p.files.describe() if each.file.after]
+        assert p.files.find(delta.digest)
+        assert sum(kept) - delta.nbytes <= made.nbytes // 4

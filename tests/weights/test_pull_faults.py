@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.weight_shelves import load_of, route_to
+from windfall.link.messages import Routed, SourceRef
 from windfall.weights.pull import PullFailed
 
 HEAD = 400
@@ -120,7 +122,7 @@ def test_stalled_connection_is_closed_and_retried(serving: Callable[..., Any], p
     free = threading.Event()
 
     def stall(number: int, sent: int, data: bytes) -> bytes:
-        if number == 1 and sent > 200_000:
+        if number == 0 and sent > 200_000:
             free.wait(60)
         return data
 
@@ -213,3 +215,28 @@ def test_answer_of_another_server_fails_the_pull(
     with pytest.raises(PullFailed):
         s.pull(p, m, url=proxied(s, lambda number, sent, data: answer if not sent else None).url)
     assert p.held is None
+
+
+def test_a_route_that_comes_just_before_a_read_is_used(serving: Callable[..., Any]) -> None:
+    s, gone = serving(), SourceRef(id="gone", kind="peer", location="http://127.0.0.1:9")
+    made, p = s.publisher.publish(0, weights()), s.puller(tries=1)
+
+    class Late(dict[str, Any]):
+        """Another route comes when a read has its route, and before it is known as a read."""
+
+        def __setitem__(self, file: str, sources: Any) -> None:
+            p.reroute(Routed(file=file, route=route_to(s.ref)))
+            super().__setitem__(file, sources)
+
+    p._reading = Late()
+    p.pull(load_of(0, made.digest, [made], gone))
+    assert p.held
+
+
+def test_the_bytes_of_a_file_come_over_the_connection_of_its_manifest(
+    serving: Callable[..., Any], proxied: Callable[..., Any]
+) -> None:
+    s = serving()
+    proxy, p = proxied(s, lambda number, sent, data: data), s.puller(parallel=1)
+    s.pull(p, s.publisher.publish(0, weights()), url=proxy.url)
+    assert proxy.connections == 1

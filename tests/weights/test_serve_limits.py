@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from windfall.link.listener import Listener
+from windfall.weights.held_files import HeldFiles
+from windfall.weights.serve import serve_in_thread
 
 
 def served(serving: Callable[..., Any], **limits: Any) -> Any:
@@ -69,3 +71,12 @@ def test_peers_without_the_key_keep_no_reader_out(
     logged = [r for r in caplog.records if r.name.startswith(("windfall", "aiohttp"))]
     assert len(logged) == 1, "the request that is not HTTP"
     assert logged[0].exc_info is None
+
+
+def test_a_server_that_is_closed_twice_is_closed() -> None:
+    server, began_s = serve_in_thread(HeldFiles(), host="127.0.0.1", port=0, key="key"), time.monotonic()
+    server.close()
+    server.close()
+    assert time.monotonic() - began_s < 10
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))

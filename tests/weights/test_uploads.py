@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.held_bytes import held
+from windfall.link import messages as m
 from windfall.weights.bucket import BucketFailed
 from windfall.weights.held_files import HeldFile
 from windfall.weights.uploads import BucketUploads
@@ -134,3 +135,30 @@ def test_damaged_files_are_replaced_at_once(
     uploads.publish(COPIES[2], DELTAS[1], keep=before, wrong=digests(damaged))
     until(lambda: not uploads.unfinished())
     assert sorted(store.files) == sorted(digests(*sent))
+
+
+def test_what_the_bucket_refuses_is_not_announced(store: Store, uploads: BucketUploads) -> None:
+    store.gone = True
+    uploads.publish(COPIES[0], None)
+    assert [each.file.digest for each in uploads.holds()] == digests(COPIES[0])  # soon
+    until(lambda: uploads.unfinished() == {COPIES[0].manifest.digest: True})
+    uploads.publish(COPIES[1], DELTAS[0], keep=digests(COPIES[0]))
+    assert [each.file.digest for each in uploads.holds()] == digests(DELTAS[0])
+    store.gone = False
+    until(lambda: not uploads.unfinished())
+    uploads.publish(COPIES[2], DELTAS[1], keep=digests(COPIES[0]))
+    assert {each.file.digest for each in uploads.holds()} == {*digests(COPIES[0], *DELTAS[:2])}
+
+
+def test_a_damaged_file_that_is_not_uploaded_again_is_reported(store: Any) -> None:
+    reports: list[m.Uploaded] = []
+    with closing(BucketUploads(store, reports.append)) as uploads:
+        for copy, delta in zip(COPIES[:3], (None, *DELTAS), strict=False):
+            uploads.publish(copy, delta)
+            until(lambda: not uploads.unfinished())
+        assert {each.file: each.ranges for each in reports} == {
+            each.manifest.digest: each.ranges for each in (COPIES[0], *DELTAS[:2])
+        }
+        uploads.publish(COPIES[2], DELTAS[1], keep=store.files, wrong=digests(DELTAS[0], DELTAS[1]))
+        until(lambda: not uploads.unfinished())
+        assert {each.file for each in reports if each.error} == {*digests(DELTAS[0])}

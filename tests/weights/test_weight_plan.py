@@ -27,9 +27,7 @@ def offers(
             rows.append(HeldRows(f"t{i}", dtype, shape, i if count else -1, first, count))
         if tied:
             rows.append(HeldRows("tied", *shapes[0], rows[0].storage, rows[0].first, rows[0].count))
-        out.append(
-            RankOffer(machine=str(machine), address=f"http://m{machine}", chunk_bytes=chunk_bytes, tensors=tuple(rows))
-        )
+        out.append(RankOffer(machine=str(machine), chunk_bytes=chunk_bytes, tensors=tuple(rows)))
     return out
 
 
@@ -95,7 +93,7 @@ def test_tensors_are_tied_only_if_they_are_tied_on_every_rank() -> None:
     assert [e.offset for e in made.entries] == [0, 64, 0]
     found = offers([("float32", (4, 4))], [0, 0], 64, tied=True)
     untied = RankOffer(
-        machine="0", address="", chunk_bytes=64,
+        machine="0", chunk_bytes=64,
         tensors=(found[1].tensors[0], HeldRows("tied", "float32", (4, 4), 7, 2, 2)),
     )  # fmt: skip
     assert [e.offset for e in plan.make([found[0], untied]).entries] == [0, 64]

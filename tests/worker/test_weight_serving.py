@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch  # noqa: F401  # before the threads that would import it
 
@@ -15,7 +16,10 @@ from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
 from windfall.link import auth
 from windfall.link import messages as m
-from windfall.weights.manifest import Manifest
+from windfall.link.socket import UNAUTHENTICATED_BYTES
+from windfall.types import Lease
+from windfall.weights.held_files import HeldFile, HeldFiles
+from windfall.weights.manifest import MAX_CHUNKS, SEAL_BYTES, Manifest, make
 from windfall.weights.pull import Puller
 from windfall.worker import controller_client
 
@@ -64,3 +68,35 @@ def holders(site: Site, digest: str) -> dict[str, Any]:
     member = site.dispatch.members.all.get("a")
     loaded = member is not None and member.state is not WorkerState.GONE
     return site.dispatch.weights.directory._files[digest].held if loaded else {}
+
+
+def many_holes(seed: int, change: str) -> HeldFile:
+    """A file of 1 TiB of which every other chunk is missing."""
+    count = MAX_CHUNKS
+    names = {"before": f"{seed:064x}", "after": change, "result": b"x"}
+    hashes = {"chunks": seed.to_bytes(8, "little") * count, "seals": bytes(SEAL_BYTES * count)}
+    made = make(nbytes=count << 26, chunk_bytes=1 << 26, **hashes, **names)
+    file = HeldFile(made, None)  # type: ignore[arg-type]
+    for chunk in range(0, count, 2):
+        file.add(chunk)
+    return file
+
+
+def test_a_worker_with_many_parts_of_many_files_can_join(tmp_path: Path) -> None:
+    """What it says before it is known fits into the limit, with every field as long as it may be."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as (site, start):
+            files = HeldFiles()
+            for seed in range(controller_client.MOST_FILES + 5):
+                files.add(many_holes(seed, "f" * 64))
+            lease = Lease(device="d" * 128, region="r" * 128)
+            worker = start(name="n" * 64, files=files, lease=lease)
+            await site.until(lambda: site.hellos or worker.running.done(), "the worker has joined")
+            (hello,) = site.hellos
+            assert [len(each.ranges) for each in hello.holds] == [64] * 32
+            longest = {"location": "l" * 128, "machine": "m" * 128, "digest": "g" * 128, "own_address": "a" * 45}
+            size = len(m.encode(msgspec.structs.replace(hello, **longest)))
+            assert UNAUTHENTICATED_BYTES // 2 < size < UNAUTHENTICATED_BYTES
+
+    asyncio.run(main())

@@ -49,6 +49,7 @@ class Pulls:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.loads: list[m.Load] = []
         self.given_up: list[int] = []
         self.holds: set[int] = set()
         """Versions whose pull returns only after it is asked to give up."""
@@ -60,6 +61,7 @@ class Pulls:
         assert self._alone.acquire(blocking=False), "two pulls at once"
         try:
             self.asked.append(load.version)
+            self.loads.append(load)
             if load.version in self.holds:
                 assert give_up.wait(WAIT_S)
                 self.given_up.append(load.version)
@@ -118,6 +120,32 @@ async def serving(depth: int = 256, heartbeat_s: float = 5.0) -> AsyncIterator[t
 
 def load(version: int) -> m.Load:
     return m.Load(version=version, digest=f"d{version}")
+
+
+def route(name: str) -> m.ReadRoute:
+    ref = m.SourceRef(id=name, kind="peer", location=f"http://{name}:1")
+    return m.ReadRoute(sources=(ref,), parts=(m.RoutePart(start=0, stop=9, source=0),))
+
+
+def test_a_route_that_comes_before_the_pull_of_its_load_is_used() -> None:
+    """The pull of a load waits until the one before it has ended."""
+
+    async def main() -> None:
+        async with serving() as (rig, _):
+            rig.pulls.holds.add(1)
+            file = m.FileRef(digest="d2", nbytes=9)
+            await rig.send(load(1), m.Routed(file="d2", route=route("too early")))
+            await rig.until(lambda: rig.pulls.asked, "the first pull has begun")
+            wanted = m.Load(version=2, digest="d2", files=(m.FileRoute(file=file, route=route("gone")),))
+            await rig.send(wanted, m.Routed(file="d2", route=route("b")), m.Routed(file="other", route=route("c")))
+            assert isinstance(await rig.next(), m.Loaded)
+            assert [each.route for each in rig.pulls.loads[1].files] == [route("b")]
+            rig.pulls.fails[2] = "once more"
+            await rig.send(wanted)
+            assert isinstance(await rig.next(), m.LoadFailed)
+            assert [each.route for each in rig.pulls.loads[2].files] == [route("gone")]
+
+    asyncio.run(main())
 
 
 def assign(*handles: int, max_tokens: int = 3) -> m.Assign:

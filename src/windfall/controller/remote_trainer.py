@@ -118,8 +118,7 @@ class RemoteTrainer:
         order = m.Publish(id=id)
         if self._routes is not None:
             directory = self._routes.directory
-            keep, wrong = (tuple(sorted(files)) for files in (directory.needed(), directory.wrong))
-            order = m.Publish(id=id, keep=keep, wrong=wrong, pack=directory.pack())
+            order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:

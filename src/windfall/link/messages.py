@@ -43,7 +43,7 @@ class Message(Value, frozen=True):
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/slices.py)."""
+"""Byte ranges (start, stop): sorted, disjoint, not adjacent, none empty (weights/ranges.py)."""
 
 
 class FileRef(Value, frozen=True):
@@ -67,7 +67,7 @@ class SourceRef(Value, frozen=True):
 class RoutePart(Value, frozen=True):
     start: int
     stop: int
-    sources: tuple[int, ...]  # numbers in `ReadRoute.sources`, best first
+    source: int  # its number in `ReadRoute.sources`
 
 
 class ReadRoute(Value, frozen=True):
@@ -459,7 +459,6 @@ class Publish(Message, frozen=True, tag=51):
 
     id: str
     keep: tuple[str, ...] = ()  # digests of files that workers may still read
-    wrong: tuple[str, ...] = ()  # digests of files that are damaged in the bucket
     pack: bool = False  # compress the delta: links are slower than packing and unpacking
 
 
@@ -477,6 +476,7 @@ class Uploaded(Message, frozen=True, tag=57):
     file: str
     bytes: int
     s: float
+    ranges: Ranges = ()  # its part; empty: all of the file
     error: str = ""
 
 

@@ -54,7 +54,7 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
     if step < recipe.run.steps:
         return None
     for name in recipe.names():
-        if name and not recipe.policies[name].trained:
+        if not recipe.is_trained(name):
             continue
         found = checkpoint.list_checkpoints(folders.policy_folder(folder, name) / "checkpoints")
         if not found or checkpoint.step_of(found[-1]) < recipe.run.steps:

@@ -172,7 +172,7 @@ class Supervisor:
             return await self._joined.start()
         for met in self.folder.glob(f".ranks-{role}.*"):
             met.unlink(missing_ok=True)
-        places, trained = self._trainer_places[base], not base or self.recipe.policies[base].trained
+        places, trained = self._trainer_places[base], self.recipe.is_trained(base)
         sharded = len(places) > 1 or (self.recipe.train.offload and trained)
         meeting = f"file://{self.folder.resolve()}/.ranks-{role}.{os.urandom(8).hex()}" if sharded else ""
         started: list[Handle] = []

@@ -5,7 +5,7 @@
            └─ PolicyPart reference   -         -             Publisher ─┘
 
 A policy is trained, frozen, or a copy of another one (docs/policies.md). A copy has adapters of its own in the module.
-They follow those of the original whenever it publishes, and are published when the controller asks for it.
+They follow those of the original whenever that publishes, and are published when the controller asks for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from windfall.weights.publish import Publisher
 from windfall.weights.uploads import BucketUploads
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PolicyPart:
     name: str
     recipe: Recipe
@@ -34,8 +34,10 @@ class PolicyPart:
     trainer: TorchTrainer | None
     """None: this policy is not trained."""
     publisher: Publisher
+    copy_of: str | None = None
+    """The policy that this one is a copy of."""
     published: m.PublishedFiles = field(init=False)
-    """What workers can read. The location of this rank's own server is left empty."""
+    """What workers can read."""
     uploads: BucketUploads | None = None
     """To the bucket, by the first rank of each machine."""
     report: Callable[[m.Uploaded], None] = field(init=False)
@@ -45,14 +47,13 @@ class PolicyPart:
     def __post_init__(self) -> None:
         self.report = self._reports.append
 
-    def publish(self, version: int, order: m.Publish, ranks: Any, *, copied: Callable[[], None]) -> Any:
-        """Publish the present weights as this version. Returns their manifest. All ranks call this together."""
+    def publish(self, version: int, order: m.Publish, ranks: Any, *, address: str, copied: Callable[[], None]) -> Any:
+        """Publish the present weights as this version. Returns their manifest. All ranks call this together.
+        `address`: of the weight server of this rank. `copied` is called once the weights may change again."""
         manifest = self.weights.publish(self.publisher, version, copied=copied, pack=order.pack)
-        mine = m.HolderFiles(
-            location=self.publisher.address, holds=self.publisher.describe(), machine=buffers.machine()
-        )
+        mine = m.HolderFiles(location=address, holds=self.publisher.describe(), machine=buffers.machine())
         holders = tuple(each for each in ranks.quick.all_gather(mine) if each.holds)
-        self._upload(order.keep, order.wrong, ranks)
+        self._upload(order.keep, (), ranks)
         bucket = ""
         if self.uploads is not None:
             bucket = self.uploads.store.location
@@ -62,6 +63,11 @@ class PolicyPart:
             version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
         )
         return manifest
+
+    def follow(self, original: PolicyPart) -> None:
+        """Let this copy be as its original is now, once the version that it began with is published."""
+        if self.publisher.current is not None:
+            self.weights.follow(original.weights)
 
     def upload_again(self, files: Collection[str], ranks: Any) -> None:
         """Replace files that are damaged in the bucket, or upload the newest version as a copy instead of them."""

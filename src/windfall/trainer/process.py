@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from windfall import algorithms, devices, errors
@@ -117,6 +116,8 @@ class RankPart:
 
     policies: dict[str, PolicyPart]
     """By name, those that are trained first."""
+    address = ""
+    """Of its weight server, on the first rank of a machine."""
     pids: list[int]
     """Processes of all ranks, in order."""
 
@@ -156,9 +157,7 @@ class RankPart:
         for name, view in views.items():
             self.policies[name] = self._build_policy(name, view, setup, model, found[name], reference)
         if self.place.machine and self.place.local_rank == 0:
-            address = serve_weights(self.files, self.recipe, self.place.host)
-            for part in self.policies.values():
-                part.publisher.address = address
+            self.address = serve_weights(self.files, self.recipe, self.place.host)
         has_graph = any(part.trainer.learner.has_graph for part in self.policies.values() if part.trainer is not None)
         if setup.checkpoint_activations and has_graph:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -171,7 +170,7 @@ class RankPart:
         self, name: str, view: Recipe, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any
     ) -> PolicyPart:
         ranks, trainer = self.ranks, None
-        if self.is_trained(name):
+        if self.recipe.is_trained(name):
             trainer = TorchTrainer(
                 model,
                 algorithms.make(view.algorithm.name, **view.algorithm.options),
@@ -190,13 +189,11 @@ class RankPart:
             beside=next((part.publisher for part in self.policies.values()), None),
         )
         part = PolicyPart(name=name, recipe=view, weights=weights, trainer=trainer, publisher=publisher)
+        part.copy_of = (self.recipe.policies[name].copy_of if name else "") or None
         if setup.bucket and self.place.local_rank == 0:
             store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
             part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
         return part
-
-    def is_trained(self, policy: str) -> bool:
-        return not policy or self.recipe.policies[policy].trained
 
     @property
     def files(self) -> HeldFiles:
@@ -210,14 +207,14 @@ class RankPart:
     def publish(self, policy: str, version: int, order: m.Publish) -> Any:
         """Publish the present weights of a policy as this version. Returns their manifest."""
         part = self.policies[policy]
-        for name, copy in self.policies.items():  # while the weights belong to a version
-            if name and self.recipe.policies[name].copy_of == policy and self._published(policy) is not None:
-                copy.weights.follow(part.weights)
-        return part.publish(version, order, self.ranks, copied=self.engine.release)
-
-    def _published(self, policy: str) -> Any:
-        """What is published of a policy; None before its first version."""
-        return self.policies[policy].publisher.current
+        begins = part.publisher.current is None
+        for copy in self.policies.values():
+            if copy.copy_of == policy:  # while the weights belong to a version
+                copy.follow(part)
+        manifest = part.publish(version, order, self.ranks, address=self.address, copied=self.engine.release)
+        if begins and part.copy_of is not None:  # it began with an older version; no policy has been updated yet
+            part.follow(self.policies[part.copy_of])
+        return manifest
 
     def upload_again(self, policy: str, files: Collection[str]) -> None:
         self.policies[policy].upload_again(files, self.ranks)
@@ -348,7 +345,7 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
     device, dtype = choose_device(recipe, place)
-    if place.base and not recipe.policies[place.base].trained:  # then none is: the weights are only read
+    if not recipe.is_trained(place.base):  # then none is: the weights are only read
         device = "cpu"
     orders = join(recipe, place, device)
     loaded = await _load(recipe, folder, place, device, dtype)
@@ -359,7 +356,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     listener.raise_file_limit()
     port = f.weights_port + list(recipe.bases()).index(place.base) if f.weights_port else 0
     server = await serve(part.files, host=f.host, port=port, key=auth.weights_key(token), ssl=tls.server_context(f))
-    url = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
+    part.address = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
     if f.local:
         part.engine = make_engine(part)
@@ -378,7 +375,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
                     max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
                 )
                 options = {"dialer": dialer, "secret": secret, "threads": threads, "engine": part.engine}
-                services.append(_service(loaded, part, name, url=url, address=address, **options))
+                services.append(_service(loaded, part, name, address=address, **options))
             return await run_beside([each.run() for each in services], part.engine.run(services[0], terms))
     finally:
         for each in services:
@@ -387,17 +384,15 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
         part.close()
 
 
-def _service(
-    loaded: LoadedBase, part: RankPart, name: str, *, url: str, address: str, **options: Any
-) -> TrainerService:
-    """The service of a policy. `url`: the weight server. `address`: of the controller when the trainer started."""
+def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **options: Any) -> TrainerService:
+    """The service of a policy. `address`: of the controller when the trainer started."""
     own, policy, orders, folder = loaded.policies[name], part.policies[name], part.orders, part.folder
-    copied = part.recipe.policies[name].copy_of if name else ""
+    original = policy.copy_of and part.policies[policy.copy_of]
     save = partial(_save, loaded, part, name)
 
     def publish(version: int, order: m.Publish) -> Any:
         manifest = orders.call(part.publish, name, version, order)
-        if copied and version:  # nobody else would know again which version the copy is
+        if original and version:  # nobody else would know again which version the copy is
             save(CheckpointState(step=version, next_task=0))
         return manifest
 
@@ -406,12 +401,12 @@ def _service(
         state=own.state,
         hello=_hello(loaded, part, name),
         publish=publish,
-        weights=lambda: _located(policy.published, url),
+        weights=lambda: policy.published,
         upload_again=lambda files: orders.call(part.upload_again, name, files),
         save=save,
         load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if loaded.can_load else cannot_load,
         address=lambda: (folders.address(folder) or {}).get("url", address),
-        original=(lambda: part.policies[copied].published.version) if copied else None,
+        original=(lambda: original.published.version) if original else None,
         **options,
     )
     policy.report = service.tell
@@ -474,7 +469,7 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     digest = ""
     policies: dict[str, LoadedPolicy] = {}
     for name, view in views.items():
-        begins, trained = found[name], not name or recipe.policies[name].trained
+        begins, trained = found[name], recipe.is_trained(name)
         weights = trained_weights.prepare(model, view, begins, dtype=dtype, policy=name, trained=trained, digest=digest)
         digest = weights.base.digest if weights.base else digest
         policies[name] = LoadedPolicy(
@@ -514,7 +509,7 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
                 micro_tokens=each.chosen.micro_tokens,
                 checkpoint=each.checkpoint,
                 adapter=each.weights.adapters.config if each.weights.adapters else None,
-                frozen=not part.is_trained(name),
+                frozen=not part.recipe.is_trained(name),
             )
             for name, each in loaded.policies.items()
         },
@@ -524,12 +519,6 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
         loaded.model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
-
-
-def _located(files: m.PublishedFiles, url: str) -> m.PublishedFiles:
-    """With the address of the weight server of rank 0."""
-    holders = (msgspec.structs.replace(each, location=each.location or url) for each in files.holders)
-    return msgspec.structs.replace(files, holders=tuple(holders))
 
 
 def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.TrainerHello]:

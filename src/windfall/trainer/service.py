@@ -332,12 +332,17 @@ class TrainerService:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
-        if self.original is not None:
-            self._completed = CheckpointState(step=self.original(), next_task=0)
+        if self.original is not None and (version := self.original()) != self.state.step:
+            self._completed = CheckpointState(step=version, next_task=0)
+        elif self.original is not None:
+            return self._answer()
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
         self._manifest = await self.run_in_thread(self.publish, self._completed.step, order)
         self.state, self._completed, self._updates = self._completed, None, 0
+        return self._answer()
+
+    def _answer(self) -> m.PublishedVersion:
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
     def _update(self) -> Any:

@@ -34,14 +34,11 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
-from windfall.weights.slices import covers
+from windfall.weights.ranges import covers
 from windfall.weights.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
 
 PART_BYTES = 64 << 20
 MAX_PUTS = 8  # at once
-PUT_S = 600.0  # time limit of one object
-CONNECT_S = 10.0
-RETRY_S, MAX_RETRIES = 10.0, 3
 READ_BYTES, FOLDER_READ_BYTES = 1 << 20, 4 << 20
 FIRST_MISS_S, LONGEST_MISS_S = 0.1, 1.0
 POLL_S = 0.25
@@ -280,13 +277,9 @@ def _open(url: str, *, create: bool) -> Any:
         return from_url(url, mkdir=create, automatic_cleanup=True)
     return from_url(
         url,
-        # Plain HTTP is used only for an endpoint that the environment names so.
-        client_options={
-            "allow_http": True,
-            "connect_timeout": timedelta(seconds=CONNECT_S),
-            "timeout": timedelta(seconds=PUT_S),
-        },
-        retry_config={"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+        # Plain HTTP is used only for an endpoint that the environment names so. `timeout`: of one object.
+        client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "600s"},
+        retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=10)},
     )
 
 

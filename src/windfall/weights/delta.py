@@ -41,8 +41,8 @@ ROW = np.dtype(
 )
 """A span."""
 MAX_RATIO = 0.9  # a delta is at most this share of the full copy
+MAX_DELTAS = 8  # that are kept to be read
 ZLIB_LEVEL = 1
-
 
 Run = Callable[..., Iterable[Any]]
 

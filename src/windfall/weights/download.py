@@ -6,7 +6,7 @@
 - Connections are spread over the sources that still have missing chunks, and all read in the order of the file, so that
   a reader that follows another finds its chunks. Every second their number doubles, while that makes the read faster:
   one connection over a long way is slow.
-- However the read ends, `done` was called for each chunk that is verified.
+- However the read ends, the file has each chunk that is verified.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 
 from windfall.errors import WindfallError
 from windfall.link.messages import SourceRef
 from windfall.weights.file_sources import FileSources
+from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import Manifest, decode
 from windfall.weights.source import Source, SourceBroken, SourceWrong
 
@@ -44,40 +44,30 @@ def read_manifest(sources: FileSources) -> Manifest:
     source = None
     while not found:
         source = sources.attempt(1, source, read)
-    if source is not None:
-        source.close()
+    sources.leave(source)
     return found[0]
 
 
 class Download:
-    def __init__(
-        self,
-        sources: FileSources,
-        manifest: Manifest,
-        view: memoryview,
-        missing: Iterable[int],
-        done: Callable[[int], None],
-    ) -> None:
-        """Reads the `missing` chunks into `view`, which is as long as the file. Threads call `done` for each."""
+    def __init__(self, sources: FileSources, held: HeldFile) -> None:
+        """Reads what is missing of a file into its buffer."""
         self.sources = sources
+        self.held = held
         sources.verified = self._first_missing
-        self.manifest = manifest
-        self.view = view
-        self._done = done
-        self._bounds = manifest.bounds()
+        self._view = held.buffer.view
+        self._bounds = held.manifest.bounds()
         self._lock = threading.Lock()
-        self._missing = set(missing)
         self._grouped: object = None
         """The route by which the queues were made."""
-        self._queues: dict[tuple[SourceRef, ...], deque[int]] = {(): deque(sorted(self._missing))}
-        """By sources: the chunks that no connection has begun."""
+        self._queues: dict[SourceRef | None, deque[int]] = {None: deque(held.missing())}
+        """By source: the chunks that no connection has begun."""
         self._threads: list[threading.Thread] = []
         self._damaged: set[tuple[int, str]] = set()
         self._received = 0
         self._error: Exception | None = None
 
     def run(self, parallel: int) -> None:
-        """`parallel`: connections at the beginning; at least one for each group of sources."""
+        """`parallel`: connections at the beginning; at least one for each source."""
         with self._lock:
             self._group()
         self._start(max(parallel, len(self._queues)))
@@ -97,14 +87,14 @@ class Download:
             raise self._error
 
     def _start(self, count: int) -> None:
-        numbers = range(len(self._threads), len(self._threads) + min(count, len(self._missing)))
+        numbers = range(len(self._threads), len(self._threads) + min(count, len(self.held.missing())))
         new = [threading.Thread(target=self._read_spans, args=(n,), name=f"pull-{n}", daemon=True) for n in numbers]
         self._threads += new
         for t in new:
             t.start()
 
     def _read_spans(self, number: int) -> None:
-        source, of = None, ()
+        source = of = None
         try:
             while (found := self._next_span(number, of)) is not None:
                 of, first, stop = found
@@ -116,8 +106,8 @@ class Download:
             if source is not None:
                 source.close()
 
-    def _next_span(self, number: int, of: tuple[SourceRef, ...]) -> tuple[tuple[SourceRef, ...], int, int] | None:
-        """Chunks `first` to `stop` of the same sources as before, if these have more, and otherwise of others."""
+    def _next_span(self, number: int, of: SourceRef | None) -> tuple[SourceRef | None, int, int] | None:
+        """Chunks `first` to `stop` of the same source as before, if it has more, and otherwise of another one."""
         with self._lock:
             self._group()
             if not self._queues.get(of):
@@ -126,7 +116,7 @@ class Download:
                     return None
                 of = list(self._queues)[number % len(self._queues)]
             queue = self._queues[of]
-            longest = max(1, min(SPAN_BYTES // self.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
+            longest = max(1, min(SPAN_BYTES // self.held.manifest.chunk_bytes, len(queue) // (4 * len(self._threads))))
             first = stop = queue.popleft()
             stop += 1
             while queue and queue[0] == stop and stop - first < longest:
@@ -152,7 +142,7 @@ class Download:
             promised = at + source.open(self.sources.file, at, end)
             while at < promised:
                 limit = self._bounds[chunk + 1]
-                n = source.read_into(self.view[at : min(limit, promised)])
+                n = source.read_into(self._view[at : min(limit, promised)])
                 at += n
                 senders[source.ref.id] = senders.get(source.ref.id, True) and source.trusted
                 with self._lock:
@@ -162,10 +152,10 @@ class Download:
                     trusted, alone = all(senders.values()), len(senders) == 1
                     senders.clear()
                     at = self._bounds[chunk]
-                    if not self.manifest.is_chunk(chunk, self.view[at:limit], trusted=trusted):
+                    if not self.held.manifest.is_chunk(chunk, self._view[at:limit], trusted=trusted):
                         self._reject(chunk, source, alone)
                     at = limit
-                    self._finish(chunk)
+                    self.held.add(chunk)
                     self.sources.verify(source.ref.id)
                     chunk += 1
                 if at < end:
@@ -176,14 +166,8 @@ class Download:
             source = self.sources.attempt(self._bounds[chunk + 1], source, read)
         return source
 
-    def _finish(self, chunk: int) -> None:
-        self._done(chunk)
-        with self._lock:
-            self._missing.discard(chunk)
-
     def _first_missing(self) -> int:
-        with self._lock:
-            return self._bounds[min(self._missing, default=len(self._bounds) - 1)]
+        return self._bounds[min(self.held.missing(), default=-1)]
 
     def _reject(self, chunk: int, source: Source, alone: bool) -> None:
         """`alone`: all bytes of the chunk came from this source."""

@@ -2,16 +2,14 @@
 
 Rules:
 
-- The next source of a part is the one that has failed least since its last verified chunk; among equals, the first of
-  the route. After a break behind a verified chunk, a source gets a second chance before that counts.
-- Each failure is reported with `ask`, and a new route (`reroute`, at any time, also unasked) replaces the old one. The
-  reader waits for it for ASK_S, then goes on along the route that it has: the controller may be gone.
+- The route names one source of every part. Each failure is reported with `ask`, and a new route (`reroute`, at any
+  time, also unasked) replaces the old one. The reader waits for it for ASK_S, then tries the same source again: the
+  controller may be gone. A break behind a verified chunk is not reported before the second one.
 - A source that has no more of the file yet has not failed: the reader follows it. After WAIT_S without a verified
   chunk it has.
 - A source that sends too slowly (PACE_BYTES in PACE_S) has stalled.
-- If every source of a part has failed `tries` times in a row without a verified chunk, or sent wrong bytes, the read
-  fails.
-- After NO_BYTE_S without a byte of any file of the pull, the read fails, too.
+- If a source is named that has failed `tries` times in a row without a verified chunk, or sent wrong bytes, the read
+  fails. After NO_BYTE_S without a byte of any file of the pull, it fails, too.
 - Every wait ends within POLL_S after `stop` is set.
 """
 
@@ -62,7 +60,7 @@ class FileSources:
         file: str,
         route: ReadRoute,
         *,
-        connect: Callable[[SourceRef, Callable[[], bool]], Source],
+        connect: Callable[..., Source],
         ask: Ask | None,
         stop: threading.Event,
         tries: int,
@@ -85,6 +83,7 @@ class FileSources:
         self._on_bytes = on_bytes
         self._changed = threading.Condition()
         self._given_up = False
+        self._idle: Source | None = None  # a connection for whoever needs one next
         self._failures: Counter[str] = Counter()  # by source: in a row without a verified chunk; -1: it has sent one
         self._failed_s: dict[str, float] = {}  # by source: when that was counted last
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by source
@@ -108,22 +107,25 @@ class FileSources:
             for id, (n, first, last) in uses.items()
         )
 
-    def of(self, stop: int) -> tuple[SourceRef, ...]:
-        """The sources of the byte before `stop`, best first."""
+    def of(self, stop: int) -> SourceRef | None:
+        """The source of the byte before `stop`."""
         route = self.route
         at = min(bisect_left(route.parts, stop, key=lambda part: part.stop), len(route.parts) - 1)
-        return tuple(route.sources[i] for i in route.parts[at].sources) if route.parts else ()
+        return route.sources[route.parts[at].source] if route.parts else None
 
     def attempt(self, stop: int, source: Source | None, use: Callable[[Source], None]) -> Source | None:
-        """Use the best source of the byte before `stop`, once. `source`: the one used before. Returns the one to pass
-        next time. A failure is only counted, but PullFailed is raised if no source is left."""
+        """Use the source of the byte before `stop`, once. `source`: the one used before. Returns the one to pass next
+        time. A failure is only counted, but PullFailed is raised if the source has failed too often."""
         ref, began_s = self._choose(stop), time.monotonic()
+        if source is None:
+            with self._changed:
+                source, self._idle = self._idle, None
         try:
             if source is None or source.ref != ref:
                 if source is not None:
                     source.close()
                     source = None
-                source = self._connect(ref, self.stopped)
+                source = self._connect(ref, stopped=self.stopped)
             use(source)
             return source
         except PullFailed:
@@ -137,6 +139,14 @@ class FileSources:
                 e = SourceBroken(f"{ref.kind} {ref.location}: {type(e).__name__}: {e}")
             self._fail(ref.id, e, began_s)
             return None
+
+    def leave(self, source: Source | None) -> None:
+        """The caller needs this connection no more; the next one may use it."""
+        self._idle = source
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
 
     def count(self, id: str, nbytes: int) -> None:
         """These bytes have come from a source."""
@@ -174,26 +184,22 @@ class FileSources:
     def _choose(self, stop: int) -> SourceRef:
         with self._changed:
             asking_s = time.monotonic()
-            while not (found := self.of(stop)):
+            while (ref := self.of(stop)) is None:
                 if self._ask is None or time.monotonic() - asking_s > NO_SOURCE_S:
                     raise PullFailed(f"no source of {self.file} is known")
-                self._check_silence()
-                self._ask_and_wait("")
+                self._report_and_wait("")
                 self._pause(0.0 if self.of(stop) else ASK_AGAIN_S)
-            ref = min(found, key=lambda ref: self._failures[ref.id])
             failures = self._failures[ref.id]
             if failures >= self._tries:
-                raise PullFailed(f"{self.file}: " + "; ".join(self._errors[ref.id] for ref in found))
-            if failures > 0:
-                self._pause(delay_s(failures - 1, first_s=FIRST_DELAY_S, limit_s=LONGEST_DELAY_S))
-            self._check_silence()
+                raise PullFailed(f"{self.file}: {self._why()}")
+            self._pause(delay_s(failures - 1, first_s=FIRST_DELAY_S, limit_s=LONGEST_DELAY_S) if failures > 0 else 0.0)
             now_s = time.monotonic()
             self._uses.setdefault(ref.id, (0, now_s, now_s))
             return ref
 
     def _fail(self, id: str, error: SourceBroken, began_s: float) -> None:
         with self._changed:
-            self._check_stop()
+            self._check()
             if began_s < self._failed_s.get(id, 0.0):
                 return  # it broke for all connections at once, which counts once
             self.retries += 1
@@ -204,20 +210,19 @@ class FileSources:
             self._waits_s.pop(id, None)
             self._failed_s[id] = time.monotonic()
             if self._failures[id] > 0:
-                self._ask_and_wait(error.why, id)
+                self._report_and_wait(error.why, id)
 
     def _may_wait(self, id: str) -> bool:
         with self._changed:
             waited_s = time.monotonic() - self._waits_s.setdefault(id, time.monotonic())
             self._pause(WAIT_POLL_S)
-            self._check_silence()
             return waited_s < WAIT_S
 
     def _report(self, why: str, *ids: str) -> None:
         if self._ask is not None:
             self._ask(AskRoute(file=self.file, used=self.uses(why, *ids), received=self.verified()))
 
-    def _ask_and_wait(self, why: str, *ids: str) -> None:
+    def _report_and_wait(self, why: str, *ids: str) -> None:
         route = self.route
         self._report(why, *ids)
         self._pause(0.0 if self._ask is None else ASK_S, route)
@@ -225,16 +230,17 @@ class FileSources:
     def _pause(self, seconds: float, route: ReadRoute | None = None) -> None:
         """Wait until there is another route than this one, or the present one, but at most this long."""
         route, ends_s = route or self.route, time.monotonic() + seconds
+        self._check()
         while self.route is route and (left_s := ends_s - time.monotonic()) > 0:
-            self._check_stop()
             self._changed.wait(min(left_s, POLL_S))
-        self._check_stop()
+            self._check()
 
-    def _check_silence(self) -> None:
-        if time.monotonic() - self.received_s > NO_BYTE_S:
-            why = "; ".join(["", *self._errors.values()])
-            raise PullFailed(f"{self.file}: no byte for {NO_BYTE_S:g} s{why}")
-
-    def _check_stop(self) -> None:
+    def _check(self) -> None:
         if self.stopped():
             raise PullFailed(f"{self.file}: stopped")
+        if time.monotonic() - self.received_s > NO_BYTE_S:
+            raise PullFailed(f"{self.file}: no byte for {NO_BYTE_S:g} s: {self._why()}")
+
+    def _why(self) -> str:
+        """How each source failed."""
+        return "; ".join(self._errors.values())

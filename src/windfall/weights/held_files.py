@@ -13,11 +13,12 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from windfall.link import messages as m
 from windfall.weights.buffers import Buffer
 from windfall.weights.manifest import Manifest
-from windfall.weights.slices import covers, normal
+from windfall.weights.ranges import covers, normal
 
 
 class Withdrawn(OSError):
@@ -69,6 +70,19 @@ class HeldFile:
             self._ready[chunk] = 1
             self._changed.notify_all()
 
+    def check(self, chunk: int) -> bool:
+        """Add this chunk if its bytes in the buffer have its checksum. Returns whether they have."""
+        data = self.buffer.view[self._bounds[chunk] : self._bounds[chunk + 1]]
+        intact = self.manifest.is_chunk(chunk, data, trusted=True)
+        if intact:
+            self.add(chunk)
+        return intact
+
+    def seals(self) -> dict[tuple[int, int], bytes]:
+        """By range: the seals of the chunks that are verified."""
+        with self._changed:
+            return {chunk: self.manifest.seal(i) for i, chunk in enumerate(pairwise(self._bounds)) if self._ready[i]}
+
     def ready(self, start: int, stop: int, wait_s: float = 0.0) -> int:
         """Where the verified bytes from `start` on end, at most `stop`. Waits until there are some; returns `start` if
         there are none after `wait_s`. Raises Withdrawn if there never will be any."""
@@ -108,36 +122,32 @@ class HeldFile:
 
 
 class HeldFiles:
-    """By digest. Any thread may call it."""
+    """By digest. One thread changes it, and any thread may read it."""
 
     def __init__(self) -> None:
-        self._files: dict[str, HeldFile] = {}  # replaced as a whole, so that it can be read without a lock
-        self._lock = threading.Lock()
+        self._files: dict[str, HeldFile] = {}
 
     def find(self, digest: str) -> HeldFile | None:
         return self._files.get(digest)
 
     def add(self, file: HeldFile) -> None:
         """In place of a file with the same digest."""
-        with self._lock:
-            self._files = {**self._files, file.manifest.digest: file}
+        self._files[file.manifest.digest] = file
 
     def remove(self, file: HeldFile, wait_s: float = 0.0) -> bool:
         """Withdraw the file, whose buffer may be overwritten then. Returns whether all reads of it have ended."""
-        with self._lock:
-            self._files = {digest: f for digest, f in self._files.items() if f is not file}
+        if self.find(file.manifest.digest) is file:
+            del self._files[file.manifest.digest]
         return file.withdraw(wait_s)
 
-    def describe(self, most_ranges: int | None = None) -> tuple[m.Holding, ...]:
-        """`most_ranges`: limits the ranges of each file that is not complete. The longest are reported."""
+    def describe(self, most_files: int | None = None, most_ranges: int | None = None) -> tuple[m.Holding, ...]:
+        """What is held; with limits, only the largest files, and of each only the longest ranges."""
         out = []
-        for file in self._files.values():
-            held = file.held
-            if held or not file.manifest.nbytes:
-                complete = covers(held, ((0, file.manifest.nbytes),)) or not file.manifest.nbytes
-                if most_ranges is not None and len(held) > most_ranges:
-                    held = tuple(sorted(sorted(held, key=lambda r: r[0] - r[1])[:most_ranges]))
-                out.append(m.Holding(file=file.manifest.ref, ranges=() if complete else held))
+        for file in sorted(self._files.values(), key=lambda file: -file.manifest.nbytes)[:most_files]:
+            held, whole = file.held, normal([(0, file.manifest.nbytes)])
+            longest = sorted(held, key=lambda piece: piece[0] - piece[1])[:most_ranges]
+            if held or not whole:
+                out.append(m.Holding(file=file.manifest.ref, ranges=() if held == whole else tuple(sorted(longest))))
         return tuple(out)
 
 

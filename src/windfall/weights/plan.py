@@ -41,7 +41,6 @@ class HeldRows(msgspec.Struct, frozen=True, array_like=True):
 
 class RankOffer(msgspec.Struct, frozen=True, array_like=True):
     machine: str
-    address: str  # of the weight server of this rank; "" if it has none
     chunk_bytes: int
     tensors: tuple[HeldRows, ...]
 
@@ -119,10 +118,6 @@ def make(offers: Sequence[RankOffer]) -> PublishPlan:
     for piece, rank in pieces:
         by_rank[rank].append(piece)
     shares = tuple(Share(leader=leader, pieces=tuple(mine)) for leader, mine in zip(leaders, by_rank, strict=True))
-    for leader in {*parts} - {0}:
-        if not offers[leader].address:
-            fix = "Start a weight server there, and set the publisher's `address`."
-            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
     file = file_plan(nbytes, offers[0].chunk_bytes, parts)
     return PublishPlan(entries=entries, file=file, shares=shares, only=_only(file, pieces))
 
@@ -191,5 +186,5 @@ def _parts(pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], nbytes: 
     return parts or {0: ()}
 
 
-def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:
-    return WindfallError(what, where="weights", fix=fix)
+def _invalid(what: str) -> WindfallError:
+    return WindfallError(what, where="weights", fix="Pass the shards of the same model on all ranks.")

@@ -49,7 +49,7 @@ from windfall.link import messages as m
 from windfall.weights import manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine
-from windfall.weights.delta import MAX_RATIO, part
+from windfall.weights.delta import MAX_DELTAS, MAX_RATIO, part
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest
 from windfall.weights.meeting import Meeting, OneRank, PublishRanks
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 16
-MAX_DELTAS = 8
 MAX_DELTAS_RATIO = 0.5  # all deltas that are kept, as a share of the full copy; the newest is always kept
 
 
@@ -113,9 +112,6 @@ class Publisher:
         self.dtype = dtype
         self.chunk_bytes = chunk_bytes
         self.ranks = ranks or OneRank()
-        self.address = ""
-        """Where this rank's weight server can be reached. The first rank of every machine but that of rank 0 must set
-        it before `publish`."""
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self.files = HeldFiles()
         """What this rank serves, if it is the first of its machine."""
@@ -247,9 +243,7 @@ class Publisher:
                 raise WindfallError("the weight publisher is closed", where=meeting.subject)
             number = check()
             rows, values = describe(tensors, self.dtype)
-            return number, RankOffer(
-                machine=self._machine, address=self.address, chunk_bytes=self.chunk_bytes, tensors=rows
-            )
+            return number, RankOffer(machine=self._machine, chunk_bytes=self.chunk_bytes, tensors=rows)
 
         said = meeting.step("describe their tensors", announce)
         for rank, (number, _) in enumerate(said):

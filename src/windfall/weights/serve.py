@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from ssl import SSLContext
 from typing import Any
 
@@ -88,33 +89,29 @@ def serve_in_thread(files: HeldFiles, **options: Any) -> RunningServer:
 class RunningServer:
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.port = server.port
-        self._server, self._loop = server, loop
+        self._server: Server | None = server
+        self._loop = loop
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.close(), self._loop).result(START_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        server, self._server = self._server, None
+        if server is not None:
+            asyncio.run_coroutine_threadsafe(server.close(), self._loop).result(START_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+@dataclass(eq=False)
 class Server:
-    port: int
-    runner: web.AppRunner
+    files: HeldFiles
+    key: str
+    tls: bool
+    limit: UploadLimit
+    write_timeout_s: float
+    listener: listener.Listener
+    port: int = 0
+    runner: web.AppRunner = field(init=False)
 
-    def __init__(
-        self,
-        files: HeldFiles,
-        key: str,
-        tls: bool,
-        limit: UploadLimit,
-        write_timeout_s: float,
-        limits: listener.Listener,
-    ) -> None:
-        self.files = files
-        self.key = f"Bearer {key}".encode()
-        self.tls = tls
-        self.limit = limit
-        self.write_timeout_s = write_timeout_s
+    def __post_init__(self) -> None:
         self.threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="weights")
-        self.listener = limits
 
     async def close(self) -> None:
         self.listener.close()
@@ -124,7 +121,7 @@ class Server:
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self.key):
+        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise web.HTTPUnauthorized(text="wrong key\n")
         self.listener.authenticated(request.transport)
         if request.can_read_body:

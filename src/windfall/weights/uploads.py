@@ -12,7 +12,8 @@ is uploaded; a full copy again if there is no delta, or if the deltas since the 
 - An upload ends early if its file is neither on the way nor needed by a worker (`keep`).
 - At most one copy is pinned. A new one replaces it if it fails, or if no worker needs it; otherwise the new one is left
   out, and the next version is uploaded as a copy.
-- If a file of the way is damaged in the bucket, the newest version is uploaded as a copy.
+- If a file of the way is damaged in the bucket, the newest version is uploaded as a copy. A damaged file that is not
+  uploaded again is reported as failed: the bucket does not have it.
 - Files that no worker needs (`keep`) and that are not on the way are deleted.
 - On several machines each uploads the bytes that it holds. All know what is unfinished on each of them, so that they
   decide the same; the first one deletes.
@@ -87,6 +88,7 @@ class BucketUploads:
         self._first = first
         self._way: tuple[m.FileRef, ...] = ()
         self._held: dict[str, m.FileRef] = {}
+        self._failing: set[str] = set()  # on some machine
         self._busy: dict[str, Upload] = {}
         self._copy = ""  # the last copy that was, or is being, uploaded
         self._expiring: Future[None] | None = None
@@ -94,9 +96,9 @@ class BucketUploads:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="upload")  # a delta does not wait for a copy
 
     def holds(self) -> tuple[m.Holding, ...]:
-        """What the bucket has, or will have soon."""
+        """What the bucket has, or will have soon: not what could not be uploaded before the last version."""
         with self._lock:
-            return tuple(m.Holding(file=file) for file in self._held.values())
+            return tuple(m.Holding(file=file) for name, file in self._held.items() if name not in self._failing)
 
     def unfinished(self) -> dict[str, bool]:
         """Files that are not uploaded yet: whether the last try failed."""
@@ -121,6 +123,7 @@ class BucketUploads:
             unfinished |= {name: failing or unfinished.get(name, False) for name, failing in each.items()}
         files = [file for file in (base, delta) if file is not None]
         with self._lock:
+            self._failing = {name for name, failing in unfinished.items() if failing}
             self._held = {name: ref for name, ref in self._held.items() if name not in wrong}
             if any(file.digest in wrong for file in self._way):
                 self._way = ()
@@ -144,6 +147,8 @@ class BucketUploads:
                     self._held[file.manifest.digest] = file.manifest.ref
                     self._start(Upload(file, file.manifest.digest in wrong))
         if self._first:
+            for name in {*wrong} - self._held.keys():
+                self._report(m.Uploaded(file=name, bytes=0, s=0.0, error="damaged, and not uploaded again"))
             if self._expiring is not None:
                 self._expiring.cancel()  # if it has not begun
             self._expiring = self._threads.submit(self._expire)
@@ -163,16 +168,20 @@ class BucketUploads:
     def _upload(self, upload: Upload) -> None:
         file, stop, failures, began_s = upload.file, upload.stop, 0, time.monotonic()
         name = file.manifest.digest
+
+        def report(sent: int, error: str = "") -> None:
+            s = time.monotonic() - began_s
+            self._report(m.Uploaded(file=name, bytes=sent, s=s, ranges=file.ranges, error=error))
+
         try:
             while not stop.is_set():
                 try:
-                    sent = self.store.upload(file, again=upload.again, stopped=stop.is_set)
-                    self._report(m.Uploaded(file=name, bytes=sent, s=time.monotonic() - began_s))
+                    report(self.store.upload(file, again=upload.again, stopped=stop.is_set))
                     break
                 except BucketFailed as e:
                     if not stop.is_set():
                         upload.failing = True
-                        self._report(m.Uploaded(file=name, bytes=0, s=time.monotonic() - began_s, error=str(e)))
+                        report(0, str(e))
                     stop.wait(delay_s(failures, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
                     failures += 1
         finally:

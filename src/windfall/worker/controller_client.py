@@ -60,8 +60,8 @@ REFUSED_FAILURES = 2
 
 
 LOOPBACK = "127.0.0.1"
-MOST_RANGES = 64
-"""Ranges of one file in a Hello, which must fit into what a peer may send before it has authenticated."""
+MOST_FILES, MOST_RANGES = 32, 64
+"""Files in a Hello, and ranges of each: it must fit into what a peer may send before it has authenticated."""
 
 
 class WeightPuller(Protocol):
@@ -246,7 +246,7 @@ class ControllerClient:
             location=self._location,
             own_address=self.weights_address or self._own_address,
             machine=machine() if self.puller.reads else "",
-            holds=() if self.files is None else self.files.describe(MOST_RANGES),
+            holds=() if self.files is None else self.files.describe(MOST_FILES, MOST_RANGES),
         )
         try:
             return await handshake.join(link, handshake.WORKER, self.token, hello)

@@ -104,6 +104,8 @@ class WorkerLink:
         self._left_sent = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._requested: m.Load | None = None
+        self._routed: dict[str, m.ReadRoute] = {}
+        """By file: routes that came after the last Load, perhaps before its pull."""
         self._give_up = threading.Event()
         self._load_phase: Literal["", "pull", "build", "swap"] = ""
         """The part of the current load that is in progress."""
@@ -182,6 +184,7 @@ class WorkerLink:
                 case m.SiblingTokens():
                     self.host.remember(message)
                 case m.Routed():
+                    self._routed[message.file] = message.route
                     self._reroute(message)
                 case m.Release():
                     self.host.release(message.handles)
@@ -215,7 +218,7 @@ class WorkerLink:
     def _begin_loading(self, load: m.Load) -> None:
         if load == self._requested and self._loading is not None and not self._loading.done():
             return
-        self._requested = load
+        self._requested, self._routed = load, {}
         self._give_up.set()
         self._give_up = threading.Event()
         before = self._loading
@@ -228,6 +231,8 @@ class WorkerLink:
         if give_up.is_set():
             return
         started = time.monotonic()
+        files = (m.FileRoute(file=f.file, route=self._routed.get(f.file.digest, f.route)) for f in load.files)
+        load = msgspec.structs.replace(load, files=tuple(files))
         try:
             self._load_phase = "pull"
             weights = await asyncio.to_thread(self._pull, load, give_up)

@@ -42,7 +42,7 @@ def directory(*workers: WeightHolder, peers: PeerUse = "all", bucket: str = "", 
 
 
 def firsts(route: ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id.removeprefix(NO_WORKER) for part in route.parts]
+    return [route.sources[part.source].id.removeprefix(NO_WORKER) for part in route.parts]
 
 
 def named(source: str) -> str:
@@ -236,6 +236,22 @@ def test_a_failed_upload_leaves_nothing_in_the_bucket() -> None:
     assert d.traffic.describe()["upload_bytes"] == 5
     d.uploaded("v1", 5, failed=False)  # the second attempt
     assert load(d, "a") == ["s3://b"]
+
+
+def test_each_machine_of_the_trainer_uploads_its_own_part() -> None:
+    first, second = ((0, 4 * GB),), ((4 * GB, V1.nbytes),)
+    d = directory(worker("a"), bucket="s3://b")
+    load(d, "a")
+    assert complain(d, "a", "trainer", "unreachable") == ["s3://b"]
+    d.uploaded("v1", 0, second, failed=True)
+    assert load(d, "a") == ["trainer"], "the bucket has only a part"
+    d.uploaded("v1", 5, first, failed=False)
+    assert load(d, "a") == ["trainer"]
+    d.uploaded("v1", 5, second, failed=False)
+    assert load(d, "a") == ["s3://b"]
+    d.uploaded("v1", 0, failed=True)
+    assert "#s3://b" not in d._files["v1"].held
+    d.check()
 
 
 def test_a_trainer_that_cannot_be_reached_is_tried_again_if_there_is_no_other() -> None:

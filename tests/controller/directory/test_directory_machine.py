@@ -22,7 +22,7 @@ from windfall.link.messages import (
     ReadRoute,
     SourceUse,
 )
-from windfall.weights.slices import covers, normal, size, subtract
+from windfall.weights.ranges import covers, normal, size, subtract
 
 COPY, DELTA = 40 * 10**9, 10**6
 WORKERS = st.sampled_from([f"w{n}" for n in range(7)])

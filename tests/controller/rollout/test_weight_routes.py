@@ -83,7 +83,7 @@ class Fleet:
 
 
 def firsts(route: m.ReadRoute) -> list[str]:
-    return [route.sources[part.sources[0]].id.removeprefix("#") for part in route.parts]
+    return [route.sources[part.source].id.removeprefix("#") for part in route.parts]
 
 
 def use(source: str, nbytes: int, why: Any = "") -> m.SourceUse:

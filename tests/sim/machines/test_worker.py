@@ -64,7 +64,7 @@ def load(version: int) -> m.Load:
     digest = f"v{version}"
     route = m.ReadRoute(
         sources=(m.SourceRef(id="trainer", kind="trainer", location="trainer"),),
-        parts=(m.RoutePart(start=0, stop=50, sources=(0,)),),
+        parts=(m.RoutePart(start=0, stop=50, source=0),),
     )
     file = m.FileRef(digest=digest, nbytes=50)
     return m.Load(version=version, digest=digest, files=(m.FileRoute(file=file, route=route),))
@@ -200,6 +200,26 @@ def test_trainer_machine_never_generates_while_it_trains() -> None:
     token_times = [t for t, x in dispatch.received if isinstance(x, m.Tokens)]
     assert not [t for t in token_times if 0.51 < t < 3.5]
     assert token_times[-1] == pytest.approx(1.101 + 3.0), "and generation continues from there"
+
+
+def test_a_trainer_uploads_damaged_files_again_and_goes_on() -> None:
+    controller: Any = FakeDispatch()
+
+    async def play(_: FakeDispatch, __: SimWorker, ___: VirtualLoop) -> None:
+        trainer = LinkedTrainer(
+            StepTime(fixed_s=1.0, each_s=1.0, update_s=3.0),
+            TokenSchedule(LogNormalLengths(median=1, sigma=0), granule=1, prompt_tokens=1, max_tokens=9),
+        )  # fmt: skip
+        trainer.attend = controller.attend
+        trainer.start()
+        await asyncio.sleep(1)
+        await controller.link.send(m.UploadAgain(files=("a", "b")))
+        await controller.link.send(m.Save(id="1"))
+        await asyncio.sleep(1)
+
+    simulate(play)
+    uploaded = [m.Uploaded(file=file, bytes=0, s=0.0) for file in ("a", "b")]
+    assert [message for _, message in controller.received] == [*uploaded, m.Saved(path="nowhere")]
 
 
 def test_tokens_of_a_killed_worker_have_been_sent() -> None:

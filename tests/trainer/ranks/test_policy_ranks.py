@@ -3,18 +3,24 @@ moments and bytes that it gets alone. An adapter that is not in use gets no grad
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.rank_processes import run_ranks
 from tests.trainer.ranks.test_ranks import MODELS, make_samples, tensors, whole
+from tests.trainer.test_policy_part import ORDER, POLICIES, build, recipe
+from tests.trainer.test_policy_part import train as step
 from windfall import algorithms
 from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
+from windfall.trainer.process import RankPart
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
@@ -125,3 +131,40 @@ def test_policies_in_one_module_train_as_each_alone(size: int, dtype: torch.dtyp
             assert one.keys() == two.keys()
             assert all(torch.equal(one[n], two[n]) for n in two), f"{name} beside others differs from {name} alone"
         assert {n.partition("@")[0] for n in ours[2]} == set(ours[2]), "names do not contain the policy"
+
+
+def publish_all(ranks: TrainerRanks, folder: Path) -> Any:
+    """Publish all policies, train two of them, and publish the copy of one. From rank 0: digests, and the adapters that
+    a checkpoint of each would hold."""
+    made, orders = recipe(**POLICIES), Orders(ranks)
+    if not ranks.first:
+        RankPart(made, folder, orders)
+        orders.follow()
+        return None
+    part, _ = build(made, folder, orders)
+    digests = {name: [orders.call(part.publish, name, 0, ORDER).digest] for name in part.policies}
+    for name in ("solver", "verifier"):
+        digests[name].append(step(part, name, 1).digest)
+    digests["old"].append(orders.call(part.publish, "old", 1, ORDER).digest)
+    saved, unused = {}, SimpleNamespace(to=lambda device: None)  # for whole models
+    for name in ("solver", "verifier", "old"):
+        own, path = part.policies[name], folder / name
+        path.mkdir(parents=True)
+        own.weights.write_published(unused, own.publisher, lambda name=name: orders.call(part.collect, name), path)
+        saved[name] = load_file(path / "adapter_model.safetensors")
+    orders.stop()
+    part.close()
+    return digests, saved
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_publish_all_policies_of_a_base(tmp_path: Path, size: int) -> None:
+    digests, saved = run_ranks(size, publish_all, tmp_path / "several")[0]
+    wanted, alone = run_ranks(1, publish_all, tmp_path / "one")[0]
+    for name, found in digests.items():
+        assert found[0] == wanted[name][0], "the base, and the adapters before the first update"
+    assert digests["old"] == digests["solver"], "the copy has the bytes of its original"
+    assert len({*digests["solver"], *digests["verifier"], *digests["reference"]}) == 5
+    for name, found in saved.items():
+        assert found.keys() == alone[name].keys()
+        assert all(torch.allclose(t, alone[name][n], rtol=1e-3, atol=1e-4) for n, t in found.items())

@@ -42,7 +42,7 @@ from windfall.controller.directory.holders import (
 from windfall.controller.directory.routes import RouteSearch, fan_out
 from windfall.controller.directory.traffic import Rates, Traffic, TrafficPrices, mean
 from windfall.link import messages as m
-from windfall.weights.slices import covers, normal, subtract
+from windfall.weights.ranges import covers, intersect, normal, subtract, union
 
 VERIFY_BYTES_PER_S = 4e9
 """First guess of how fast a worker applies deltas to a copy and verifies it, by the size of the copy."""
@@ -171,16 +171,19 @@ class Directory:
         if self.traffic is not None and self.traffic.readers:
             self._events.append(("weights", self.traffic.describe()))
 
-    def uploaded(self, file: str, count: int, *, failed: bool) -> None:
-        """The trainer has sent bytes of a file to the bucket, which has the file; or not, if that failed."""
+    def uploaded(self, file: str, count: int, ranges: m.Ranges = (), *, failed: bool) -> None:
+        """The trainer has sent bytes of a file to the bucket, which has these ranges of it; or not, if that failed."""
         if self.traffic is not None:
             self.traffic.bytes["upload"] += count
         if not failed:
             self.wrong.discard(file)
         if (known := self._files.get(file)) is not None:
+            whole = normal([(0, known.file.nbytes)])
             buckets = [id for id, holder in self._contacts.holders.items() if holder.kind == "bucket"]
             for id in buckets:
-                known.held.pop(id, None) if failed else known.held.setdefault(id, WHOLE)
+                held = intersect(known.held.pop(id, ()), whole)
+                if held := (subtract if failed else union)(held, normal(ranges) or whole):
+                    known.held[id] = held
             for reading in known.readings.values() if not failed else ():
                 reading.avoid.difference_update(buckets)
             self._repair([known], buckets, gained=not failed)
@@ -425,7 +428,7 @@ class Directory:
             m.SourceRef(id=h.id, kind=h.kind, location=h.location, machine=h.machine if me.shares_machine(h) else "")
             for h in (self._contacts.holders[id] for id in ids)
         )
-        parts = (m.RoutePart(start=p.start, stop=p.stop, sources=(ids.index(p.source),)) for p in reading.parts)
+        parts = (m.RoutePart(start=p.start, stop=p.stop, source=ids.index(p.source)) for p in reading.parts)
         return m.ReadRoute(sources=refs, parts=tuple(parts))
 
     def _repair(self, files: Iterable[KnownFile], suspects: Collection[str], *, gained: bool = False) -> None:

@@ -36,7 +36,7 @@ class WeightRoutes:
         self._pass_on()
 
     def uploaded(self, message: m.Uploaded) -> None:
-        self.directory.uploaded(message.file, message.bytes, failed=bool(message.error))
+        self.directory.uploaded(message.file, message.bytes, message.ranges, failed=bool(message.error))
         about = {"file": message.file, "bytes": message.bytes, "s": message.s, "error": clip(message.error)}
         self._events.instant("bucket_upload", **about)
         self._pass_on()

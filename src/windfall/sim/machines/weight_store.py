@@ -153,7 +153,7 @@ class WeightReading:
             self._report()
         else:
             net = self._store.net
-            self._source = route.sources[route.parts[0].sources[0]]
+            self._source = route.sources[route.parts[0].source]
             self._since = (asyncio.get_running_loop().time(), self._flow.left_bytes)
             self._sender = net.stores.get(self._source.location)
             fault = self._fault()
@@ -175,7 +175,7 @@ class WeightReading:
         """A route from the controller."""
         if message.file in self._left and message.route.parts:
             self._left[message.file] = message.route
-            first = message.route.sources[message.route.parts[0].sources[0]]
+            first = message.route.sources[message.route.parts[0].source]
             if message.file == self.digest and first != self._source:
                 self.read()
 

@@ -105,7 +105,7 @@ def trainer_devices(recipe: Recipe, gpus: Sequence[Place]) -> dict[str, list[Pla
     {'a': ['0'], 'b': ['0'], 'c': ['']}
     """
     bases = recipe.bases()
-    trained = [base for base in bases if not base or recipe.policies[base].trained]  # trained policies come first
+    trained = [base for base in bases if recipe.is_trained(base)]  # trained policies come first
     each = len(gpus) // len(trained)
     found = {base: [Place()] for base in bases}
     for i, base in enumerate(trained):

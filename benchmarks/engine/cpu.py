@@ -77,6 +77,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--peers", type=Path, default=Path(".peers"), help="directory where install.sh installed the peers")
     p.add_argument("--models", default="tiny,smollm2-135m")
+    p.add_argument("--lengths", default="equal,uneven", help="workloads to run")
     p.add_argument("--requests", type=int, default=64)
     p.add_argument("--batch", type=int, default=32, help="requests in flight")
     p.add_argument("--threads", type=int, default=2)
@@ -94,7 +95,7 @@ def main() -> None:
         except WindfallError as e:
             out.print(f"{model} skipped: {e}")
             continue
-        for kind in ("equal", "uneven"):
+        for kind in args.lengths.split(","):
             table = Table(
                 title=f"{model}, {kind} lengths, {args.requests} requests, {args.batch} at once, {args.threads} threads"
             )

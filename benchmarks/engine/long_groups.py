@@ -28,6 +28,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -133,11 +134,14 @@ def beside_vllm(folder: str, config: dict[str, Any], work: LongWork, variant: st
     job = {"config": config, "work": asdict(work), "variant": variant}
     command = [sys.executable, str(Path(__file__).parent / "peers" / "vllm_long_groups.py"), json.dumps(job)]
     path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=580)
-    for line in done.stdout.splitlines():
+    log = Path(tempfile.gettempdir(), f"vllm-{variant}.log")
+    with log.open("w") as file:
+        env = {**os.environ, "PYTHONPATH": path}
+        subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, timeout=580)
+    for line in log.read_text().splitlines():
         if line.startswith("FIGURES "):
             return Figures(*json.loads(line[8:]))
-    raise SystemExit(f"vLLM ({variant}) failed:\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}")
+    raise SystemExit(f"vLLM ({variant}) failed: {log}\n{log.read_text()[-4000:]}")
 
 
 class Table:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from windfall.plan import choose
 from windfall.plan.choose import ComparedPlan
 from windfall.plan.model import cluster
+from windfall.plan.model.cluster import ZoneLink
 from windfall.plan.model.cost_model import Efficiency
 from windfall.plan.model.workload import MODELS, Workload, delta_share
 from windfall.plan.run import recipe
@@ -59,7 +60,7 @@ def request(case: Case) -> PlanRequest:
     made = cluster.from_text(case.gpus)
     if case.zone:
         machines = tuple(replace(m, zone=case.zone) if m.lease == "spot" else m for m in made.machines)
-        made = replace(made, machines=machines, links=replace(made.links, zones=(("", case.zone, 1.25e9),)))
+        made = replace(made, machines=machines, links=replace(made.links, zones=(ZoneLink("", case.zone, 1.25e9),)))
     work = Workload(shape=MODELS[case.model], delta=delta_share(recipe.LR), **case.keys)
     return PlanRequest(
         cluster=made, work=work, efficiency=Efficiency(), objective=case.objective, spot=MARKET,  # pyright: ignore

@@ -19,8 +19,8 @@ The wide link is a process with a rate, a queue and a delay; it is no real netwo
 rates above some 100 MB/s in sum measure the cores, not the links: the default rates and sizes are a tenth of real ones.
 
 `--case astraflow`: 4 Gbit/s and 300 ms between two regions, as in AstraFlow's cross-region figures for 28 GB (a full
-copy 52 to 58 s, a delta 2.5 to 6 s). The time for 28 GB is computed from the rate between two smaller sizes; take them
-as large as the machine allows (`--mib`), because the number of connections grows during the first seconds.
+copy 52 to 58 s, a delta 2.5 to 6 s), with one worker in each. `--scale 0.1` takes a tenth of the rate and of the bytes,
+and the same 300 ms, so that the times are the same but for the first seconds, in which a connection gets faster.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODES = ("star-main", "star", "peers", "regions", "bucket", "bucket-regions")
 TOKEN = KEY = "a-key-of-the-benchmark"
 WEIGHTS_PORT, CONTROLLER_PORT, BUCKET_PORT = 7000, 7001, 7002
 WAIT_S = 300.0
-ASTRAFLOW_BYTES = 28 * 10**9
+ASTRAFLOW_BYTES, ASTRAFLOW_BIT_PER_S = 28 * 10**9, 4e9
 fork = multiprocessing.get_context("fork")
 
 
@@ -376,21 +376,24 @@ def run_once(mode: str, args: argparse.Namespace, regions: int) -> list[dict[str
                 times = site.load()
                 after = counters(lab, regions)
                 each = delta or nbytes
-                wide, trainer, bucket = ((b - a) / each for a, b in zip(before, after, strict=True))
+                wide, trainer, again, bucket = ((b - a) / each for a, b in zip(before, after, strict=True))
                 half_s, all_s = times[(len(times) - 1) // 2], times[-1]
                 rows.append(
                     {"mode": mode, "kind": kind, "regions": regions, "readers": args.readers, "nbytes": each}
-                    | {"half_s": half_s, "all_s": all_s, "wide": wide, "trainer": trainer, "bucket": bucket}
+                    | {"half_s": half_s, "all_s": all_s, "wide": wide, "trainer": trainer, "again": again}
+                    | {"bucket": bucket}
                 )
             return rows
         finally:
             site.close()
 
 
-def counters(lab: NetworkLab, regions: int) -> tuple[float, int, int]:
-    """Bytes over wide links per region that has no trainer, and bytes that trainer and bucket have sent."""
+def counters(lab: NetworkLab, regions: int) -> tuple[float, int, int, int]:
+    """Bytes over wide links per region that has no trainer; bytes that the trainer has sent, and of these the ones that
+    TCP had sent before; bytes that the bucket has sent."""
     wide = sum(lab.wide_bytes(r) for r in range(1, regions)) / max(1, regions - 1)
-    return wide, lab.machines["trainer"].sent_bytes(), lab.machines["bucket"].sent_bytes()
+    trainer = lab.machines["trainer"]
+    return wide, trainer.sent_bytes(), trainer.sent_again_bytes(), lab.machines["bucket"].sent_bytes()
 
 
 def start(mode: str, args: argparse.Namespace, regions: int) -> list[dict[str, Any]]:
@@ -424,6 +427,7 @@ def main() -> None:
     p.add_argument("--wide-gbit", type=float, default=0.1, help="link between two regions, each way")
     p.add_argument("--rtt-ms", type=float, default=80.0, help="between regions")
     p.add_argument("--case", choices=["astraflow"])
+    p.add_argument("--scale", type=float, default=0.1, help="of the rate and the bytes of a case")
     p.add_argument("--role", choices=MODES, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.role:
@@ -449,19 +453,10 @@ def main() -> None:
 
 
 def astraflow(args: argparse.Namespace) -> None:
-    args.regions, args.near_gbit, args.wide_gbit, args.rtt_ms, args.changed = "2", 10.0, 4.0, 300.0, 0.033
-    took: dict[str, list[tuple[int, float]]] = {"full": [], "delta": []}
-    for mib in (args.mib // 4, args.mib):
-        args.mib = mib
-        found = [start("regions", args, 2) for _ in range(args.repeats)]
-        print_table(args, {(2, row["kind"], "regions"): [run[i] for run in found] for i, row in enumerate(found[0])})
-        for i, row in enumerate(found[0]):
-            took[row["kind"]].append((row["nbytes"], statistics.median(run[i]["all_s"] for run in found)))
-    for kind, ((small, small_s), (large, large_s)) in took.items():
-        nbytes = ASTRAFLOW_BYTES * large // took["full"][1][0]
-        rate = (large - small) / max(large_s - small_s, 1e-3)
-        would_s = large_s + (nbytes - large) / rate
-        print(f"{kind}: {rate / 1e6:.0f} MB/s; {nbytes / 1e9:.1f} GB would take {would_s:.1f} s")
+    args.readers, args.near_gbit, args.rtt_ms, args.changed = 2, 10.0, 300.0, 0.033
+    args.wide_gbit, args.mib = ASTRAFLOW_BIT_PER_S * args.scale / 1e9, int(ASTRAFLOW_BYTES * args.scale) >> 20
+    found = [start("regions", args, 2) for _ in range(args.repeats)]
+    print_table(args, {(2, row["kind"], "regions"): [run[i] for run in found] for i, row in enumerate(found[0])})
 
 
 def print_table(args: argparse.Namespace, rows: dict[tuple[int, str, str], list[dict[str, Any]]]) -> None:
@@ -472,10 +467,11 @@ def print_table(args: argparse.Namespace, rows: dict[tuple[int, str, str], list[
     table = Table(title=f"{title}{args.rtt_ms:g} ms; medians of {args.repeats}; load {os.getloadavg()[0]:.1f}")
     for column in ("regions", "update", "MB", "mode", "half s", "all s", "wide, copies per region", "out of trainer"):
         table.add_column(column, justify="right")
-    table.add_column("out of bucket", justify="right")
+    for column in ("of it again", "out of bucket"):
+        table.add_column(column, justify="right")
     for (regions, kind, mode), found in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != "full")):
         middle = {k: statistics.median(row[k] for row in found) for k in found[0] if k not in ("mode", "kind")}
-        figures = [f"{middle[k]:.2f}" for k in ("half_s", "all_s", "wide", "trainer", "bucket")]
+        figures = [f"{middle[k]:.2f}" for k in ("half_s", "all_s", "wide", "trainer", "again", "bucket")]
         table.add_row(str(regions), kind, f"{middle['nbytes'] / 1e6:.1f}", mode, *figures)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 

@@ -4,6 +4,7 @@ training steps.
     python benchmarks/fleet/weights.py                     about five minutes on two cores
     python benchmarks/fleet/weights.py --device cuda       publishes and trains from a GPU
     python benchmarks/fleet/weights.py --models "" --baseline PATH      beside another checkout, in the same run
+    python benchmarks/fleet/weights.py --models "" --readers "" --generate      tokens/s of a worker that serves
 
 All transfers use loopback between separate processes: one serves the weights, one is a plain sender (a thread per
 connection, sendfile from the same kind of memory), and one per reader. Pulls and plain copies alternate; figures are
@@ -42,7 +43,7 @@ from windfall.weights.pull import Puller
 KEY = "benchmark"
 CHECKOUT = Path(__file__).resolve().parents[2]
 ALL_READERS_MIB = 4096
-"""Maximum for all readers together; with more readers, each one pulls less."""
+"""Maximum for the readers of all kinds together, which keep their copies; with more readers, each one pulls less."""
 
 
 class Child:
@@ -138,12 +139,85 @@ def role_read(parallel: int) -> None:
         received, deltas, began = puller.bytes_received, puller.delta_used, time.perf_counter()
         if ask["op"] == "pull":
             puller.pull(load_from(ask["port"], ask["version"], ask["files"], in_memory=ask["in_memory"]))
+        elif ask["op"] == "repeat":
+            for i in range(1 << 30):
+                if time.perf_counter() - began > ask["s"]:
+                    break
+                puller.pull(load_from(ask["port"], i, ask["versions"][i % 2 :][:1], in_memory=False))
         elif ask["op"] == "plain":
             if ask["nbytes"] not in buffers or ask.get("fresh"):
                 buffers[ask["nbytes"]] = mmap.mmap(-1, ask["nbytes"])
             _plain(memoryview(buffers[ask["nbytes"]]), ask["port"], ask["connections"])
         took = time.perf_counter() - began
         say(s=took, received=puller.bytes_received - received, delta=puller.delta_used > deltas)
+
+
+def role_generate(mib: int, gbit_per_s: float) -> None:
+    """A worker that generates on one core, and serves two versions from the same process."""
+    import torch
+
+    from windfall.engine.torch.engine import TorchEngine
+    from windfall.models import load
+    from windfall.types import Request
+    from windfall.weights.held_files import UploadLimit
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve_in_thread
+
+    torch.set_num_threads(1)
+    load.fetch("tiny")
+    engine = TorchEngine(load.load("tiny", dtype="float32", device="cpu"), kv_tokens=8192)
+    publisher, versions = Publisher(), {}
+    for version in (0, 1):
+        tensors = {f"layer{i}.weight": torch.full((4 << 18,), float(version)) for i in range(mib // 4)}
+        versions[version] = publisher.publish(version, tensors).digest
+    limit, count = UploadLimit(gbit_per_s * 1e9 / 8), 0
+    server = serve_in_thread(publisher.files, host="127.0.0.1", port=0, key=KEY, limit=limit)
+    say(port=server.port, versions=versions)
+    for line in sys.stdin:
+        ends_s, tokens, sent = time.perf_counter() + json.loads(line)["s"], 0, limit.sent_bytes
+        while time.perf_counter() < ends_s:
+            while len(engine) < 16:
+                count += 1
+                engine.add(Request(id=str(count), prompt=tuple(range(3, 13)), seed=count, max_tokens=64))
+            tokens += sum(len(chunk.tokens) for chunk in engine.step())
+        say(tokens=tokens, sent=limit.sent_bytes - sent)
+
+
+def generate(out: Console, mib: int, repeats: int, seconds: float = 3.0) -> None:
+    """The worker has the first core for itself, and the reader the last one. With and without the reader in turn."""
+    cores = sorted(os.sched_getaffinity(0))
+    table = Table(title=f"a worker that generates on one core (tiny, 16 responses), medians of {repeats}")
+    for column in ("limit, Gbit/s", "tokens/s alone", "tokens/s while it serves", "of alone", "it sends, GB/s"):
+        table.add_column(column, justify="right")
+    for gbit_per_s in (0.0, 1.0):
+        worker = Child("generate", "--mib", str(mib), "--gbit", str(gbit_per_s))
+        reader = Child("read", "--parallel", "4")
+        told, rates = worker.answer(), {False: [], True: []}
+        os.sched_setaffinity(worker.process.pid, cores[:1])
+        os.sched_setaffinity(reader.process.pid, cores[-1:])
+        sent = []
+        for i in range(2 * repeats + 1):
+            serves = i % 2 == 1
+            worker.ask(s=seconds)
+            if serves:
+                reader.ask(op="repeat", s=seconds, port=told["port"], versions=list(told["versions"].values()))
+            got = worker.answer()
+            if serves:
+                reader.answer()
+                sent.append(got["sent"] / seconds / 1e9)
+            if i:  # the first one warms up
+                rates[serves].append(got["tokens"] / seconds)
+        for child in (worker, reader):
+            child.close()
+        alone, serving = (statistics.median(rates[serves]) for serves in (False, True))
+        table.add_row(
+            f"{gbit_per_s:g}" if gbit_per_s else "none",
+            f"{alone:.0f}",
+            f"{serving:.0f}",
+            f"{serving / alone:.1%}",
+            f"{statistics.median(sent):.2f}",
+        )
+    out.print(table)
 
 
 def load_from(port: int, version: int, files: list[str], *, in_memory: bool) -> Load:
@@ -179,7 +253,7 @@ def full(
     for column in ("readers (processes)", "MiB each", *plains, "socket", "memory", "baseline", "of plain (memory)"):
         table.add_column(column, justify="right")
     for count in readers:
-        each = min(mib, ALL_READERS_MIB // count)
+        each = min(mib, ALL_READERS_MIB // (count * (3 if baseline else 2)))
         options = ("--mib", str(each), "--device", device)
         plain, server = Child("plain", "--mib", str(each)), Child("serve", *options)
         other = Child("serve", *options, checkout=baseline) if baseline else None
@@ -365,7 +439,9 @@ def main() -> None:
     p.add_argument("--step", type=int, default=4, help="update of the training that is published as a delta")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--baseline", type=Path, help="another checkout, whose full pulls are measured in the same run")
-    p.add_argument("--role", choices=["serve", "plain", "read"], help=argparse.SUPPRESS)
+    p.add_argument("--generate", action="store_true", help="measure tokens/s of a worker that serves")
+    p.add_argument("--gbit", type=float, default=0.0, help=argparse.SUPPRESS)
+    p.add_argument("--role", choices=["serve", "plain", "read", "generate"], help=argparse.SUPPRESS)
     args = p.parse_args()
     match args.role:
         case "serve":
@@ -374,12 +450,16 @@ def main() -> None:
             return role_plain(args.mib)
         case "read":
             return role_read(args.parallel)
+        case "generate":
+            return role_generate(args.mib, args.gbit)
     out = Console()
     if not out.is_terminal:
         out.width = 150  # do not wrap tables in a log file
     if args.readers:
         readers = [int(n) for n in args.readers.split(",")]
         full(out, args.mib, readers, args.repeats, args.parallel, args.device, args.baseline)
+    if args.generate:
+        generate(out, min(args.mib, 256), args.repeats)
     if args.models:
         rates = [float(x) for x in args.lr.split(",")]
         asyncio.run(deltas(out, args.models.split(","), rates, args.step, args.device))

@@ -54,6 +54,11 @@ class LabMachine:
     def sent_bytes(self) -> int:
         return _counted(self.namespace, "near", "tx")
 
+    def sent_again_bytes(self) -> int:
+        """Of these, what TCP had sent before."""
+        names, numbers = _run(*self.command("grep", "^Tcp:", "/proc/net/snmp")).splitlines()
+        return int(dict(zip(names.split(), numbers.split(), strict=True))["RetransSegs"]) * MTU
+
 
 class NetworkLab:
     def __init__(

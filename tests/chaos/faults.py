@@ -17,6 +17,7 @@
     liar          a worker sends wrong bytes of weights for `s`
     stall_source  a worker sends no bytes of weights for `s`
     bucket_gone   the bucket cannot be reached for `s`
+    bucket_liar   the bucket sends wrong bytes of weights for `s`
     hang          a worker's next pull never receives a byte and never fails, while its heartbeat continues
     reject        a worker rejects its next assignment for lack of room; another machine replaces it after `s`
     reward        the next `n` rewards fail once
@@ -45,14 +46,14 @@ from windfall.sim.core.draws import uniform
 FaultKind = Literal[
     "kill", "notice", "false_notice", "cut", "flap", "freeze", "delay", "double", "echo", "hole", "stale", "garbage",
     "slow", "refuse", "hang", "reject", "reward", "stall", "trainer_cut", "trainer", "controller", "liar",
-    "stall_source", "bucket_gone",
+    "stall_source", "bucket_gone", "bucket_liar",
 ]  # fmt: skip
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 WEIGHTS: dict[FaultKind, float] = {"trainer_cut": 0.4, "trainer": 0.4, "controller": 0.4, "cut": 2.0, "kill": 2.0}
 """Relative frequency of each kind. Kinds that are not listed have weight 1."""
 MEDIAN_S: dict[FaultKind, float] = {
     "kill": 0.5, "notice": 3.0, "false_notice": 3.0, "freeze": 2.0, "delay": 0.2, "flap": 0.05, "slow": 2.0,
-    "stall": 1.0, "reject": 2.0, "liar": 3.0, "stall_source": 3.0, "bucket_gone": 3.0,
+    "stall": 1.0, "reject": 2.0, "liar": 3.0, "stall_source": 3.0, "bucket_gone": 3.0, "bucket_liar": 3.0,
 }  # fmt: skip
 """Median duration of each kind in seconds. Durations range from a tenth of it to ten times as long."""
 BURSTS = (0.95, 0.98, 0.99)

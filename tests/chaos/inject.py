@@ -263,11 +263,11 @@ class FaultInjector:
                 self.stall_ended_s = self._loop.time()
             case "reward":
                 self.env.failing += fault.n
-            case "bucket_gone":
+            case "bucket_gone" | "bucket_liar":
                 bucket = self._fleet.net.stores.get(self.simulation.scenario.recipe.weights.bucket)
                 if bucket is None:
                     return False
-                bucket.fail("unreachable")
+                bucket.fail("unreachable" if fault.kind == "bucket_gone" else "wrong")
                 self._loop.call_later(fault.s, bucket.fail, "")
             case _:
                 return self._apply_to_worker(fault)

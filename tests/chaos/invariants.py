@@ -7,7 +7,7 @@
   (tests/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
-- weights: the directory's own `check()` passes after every message; a worker that reports weights has read them; every
+- weights: the rules of the directory hold after every message; a worker that reports weights has read them; every
   byte that crosses into a region was read by an importer that the log names; no worker stays a member whose reading
   stands still for longer than the recipe allows;
 - borrowed: no more than `fleet.borrowed_max` lenders hold responses;
@@ -35,7 +35,9 @@ import xxhash
 from tests.chaos import InvariantBroken
 from tests.chaos.inject import FaultInjector, FaultyLink, distinct_token
 from tests.chaos.staleness_invariants import StalenessInvariants
+from tests.support import directory_rules
 from windfall.controller.assembly import ControllerLife
+from windfall.controller.directory.holders import NO_WORKER
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
@@ -254,19 +256,20 @@ class Invariants:
 
     def _check_directory(self, life: ControllerLife) -> None:
         try:
-            life.dispatch.weights.directory.check()
+            directory_rules.check(life.dispatch.weights.directory)
         except AssertionError as e:
             raise InvariantBroken("weights", f"the directory breaks a rule: {e}") from e
 
     def _check_reads(self, link: FaultyLink, message: object) -> None:
-        stores = self._simulation.fleet.net.stores
         if not isinstance(message, m.AskRoute | m.Loaded) or link.peer == LOCAL:
             return
-        me = stores[link.peer]
+        stores = self._simulation.fleet.net.stores
+        me = stores[f"http://{link.peer}"]
         if isinstance(message, m.Loaded) and message.digest not in {file.digest for file in me.complete}:
             raise InvariantBroken("weights", f"{link.peer} reports {message.digest}, but has {list(me.files)}")
         for use in message.used:
-            source = stores.get(use.source.partition("#")[0])
+            worker, _, place = use.source.partition(NO_WORKER)
+            source = stores.get(f"http://{worker}" if worker else place)
             if source is not None and source.region != me.region:
                 self._across[me.region] += use.bytes
         if self._across[me.region] > 0:

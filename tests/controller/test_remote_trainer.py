@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 
 from windfall.controller import remote_trainer
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.dispatch import Dispatch
 from windfall.errors import WindfallError
+from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
@@ -23,6 +26,11 @@ ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,
     longest=8, wanted=1,
 )  # fmt: skip
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> RemoteTrainer:
+    return RemoteTrainer(Dispatch(events=EventLog(tmp_path / "events.jsonl")).weights)
 
 
 def hello(step: int) -> m.TrainerHello:
@@ -46,9 +54,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 240))
 
 
-def test_request_is_answered() -> None:
+def test_request_is_answered(trainer: RemoteTrainer) -> None:
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         assert (await trainer.connected(5)).step == 3
         answering = asyncio.create_task(answer(link, m.GradientAdded(s=0.5)))
@@ -61,9 +68,8 @@ def test_request_is_answered() -> None:
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(final: bool) -> None:
+def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(trainer: RemoteTrainer, final: bool) -> None:
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         await trainer.connected(5)
         failed = m.Failed(error="OutOfMemoryError: CUDA out of memory", final=final)
@@ -77,9 +83,8 @@ def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(final: bool) -> N
     run(scenario())
 
 
-def test_failed_trainer_is_not_used_again_while_its_process_ends() -> None:
+def test_failed_trainer_is_not_used_again_while_its_process_ends(trainer: RemoteTrainer) -> None:
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         await trainer.connected(5)
         answering = asyncio.create_task(answer(link, m.Failed(error="MemoryError", final=False)))
@@ -99,11 +104,10 @@ def test_failed_trainer_is_not_used_again_while_its_process_ends() -> None:
 
 
 @pytest.mark.parametrize("first_is_frozen", [False, True])
-def test_new_trainer_does_not_continue_the_step_of_another(first_is_frozen: bool) -> None:
+def test_new_trainer_does_not_continue_the_step_of_another(trainer: RemoteTrainer, first_is_frozen: bool) -> None:
     """It has the weights of the last checkpoint, so it must not get a gradient of a later step."""
 
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         first, serving = dial(trainer, 3)
         await trainer.connected(5)
         if not first_is_frozen:
@@ -123,9 +127,8 @@ def test_new_trainer_does_not_continue_the_step_of_another(first_is_frozen: bool
     run(scenario())
 
 
-def test_trainer_lost_during_a_request() -> None:
+def test_trainer_lost_during_a_request(trainer: RemoteTrainer) -> None:
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         link, serving = dial(trainer, 1)
         await trainer.connected(5)
         asking = asyncio.create_task(trainer.save(id="1"))
@@ -157,7 +160,7 @@ def test_engines_of_a_sample_survive_the_wire() -> None:
     assert sent_and_received(sent)[0].engines == sent.engines
 
 
-def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_is_sent_in_several_messages(trainer: RemoteTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_trainer, "FRAME_BYTES", 1 << 16)
     samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]
     frames: list[Any] = []
@@ -172,7 +175,6 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
                 await link.send(m.GradientAdded(s=0.5))
 
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         link, serving = dial(trainer, 3)
         await trainer.connected(5)
         playing = asyncio.create_task(play(link))
@@ -217,11 +219,10 @@ def test_lag_counts_toward_the_size_of_a_message(monkeypatch: pytest.MonkeyPatch
         assert len(m.encode(m.ForwardBackward(id="1.0", samples=part))) <= remote_trainer.FRAME_BYTES
 
 
-def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:
+def test_sample_over_the_frame_limit_ends_the_run_with_a_reason(trainer: RemoteTrainer) -> None:
     """It is not a lost trainer: the next one could not receive the sample either, and the run would retry forever."""
 
     async def scenario() -> None:
-        trainer = RemoteTrainer()
         ours, _ = pair()
         serving = asyncio.create_task(trainer.attend(ours, hello(1)))
         await trainer.connected(5)

@@ -211,11 +211,54 @@ def test_a_chunk_of_two_sources_convicts_neither() -> None:
     """The first half of a chunk comes from a liar that then breaks."""
     a, b = shelf("a", "peer"), shelf("b", "peer")
     a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
-    a.fault = lambda stage, at: (
-        broken_from("read", CHUNK + 20_000)(stage, at) or (at and broken_from("open")(stage, at))
-    )
+    a.fault = broken_from("read", CHUNK + 20_000)
     read = Read(a, b).run()
-    assert read.why() == [("a", "unreachable")]
+    assert set(read.why()) == {("a", "unreachable")}
+    assert [start for start, _ in b.opened][:2] == [CHUNK + 20_000, CHUNK]
+
+
+def slow_in_chunk_1(monkeypatch: pytest.MonkeyPatch, shelf: MemoryShelf) -> None:
+    """The first connection that reads chunk 1 needs 5 s for it. Others take over parts."""
+    monkeypatch.setattr(download, "SLOW_READ_BYTES", CHUNK // 16)
+    monkeypatch.setattr(download, "SLOW_READ_S", 0.0)
+    slow: list[int] = []
+
+    def fault(stage: str, at: int) -> None:
+        if stage == "read" and at // CHUNK == 1:
+            slow.append(threading.get_ident())
+            time.sleep(0.3 if slow[0] == slow[-1] else 0.0)
+
+    shelf.fault = fault
+
+
+def test_the_rest_of_a_slow_connection_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = shelf("a")
+    slow_in_chunk_1(monkeypatch, a)
+    began_s = time.monotonic()
+    Read(a, parallel=3).run()
+    assert time.monotonic() - began_s < 3
+    assert a.read_bytes == len(DATA)  # no byte twice
+    assert [1 for start, _ in a.opened if CHUNK < start < 2 * CHUNK]
+
+
+def test_a_wrong_chunk_that_was_read_in_parts_is_read_again_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = shelf("a", "peer"), shelf("b", "peer")
+    slow_in_chunk_1(monkeypatch, a)
+    a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
+    read = Read(a, b, parallel=3).run()
+    assert ("a", "wrong") in read.why()
+    assert min(b.opened)[0] == CHUNK
+    assert b.read_bytes == CHUNK  # not a byte of the chunk is believed
+
+
+def test_a_chunk_of_two_sources_is_trusted_only_if_both_are() -> None:
+    unsealed = manifest_of(DATA, seals=bytes(32 * 6))
+    a, b = MemoryShelf("a", "trainer"), MemoryShelf("b", "peer")
+    for each in (a, b):
+        each.files[unsealed.digest] = unsealed, bytearray(DATA), set(range(6))
+    a.fault = broken_from("read", CHUNK + 20_000)
+    with pytest.raises(PullFailed, match=r"memory://b sent chunk 1 of .* damaged"):
+        Read(a, b, manifest=unsealed).run()
 
 
 def test_a_wrong_manifest_drops_the_source() -> None:

@@ -3,7 +3,7 @@
     PYTHONPATH=FOLDER_WITH_VLLM python benchmarks/engine/peers/vllm_long_groups.py JOB
 
 Everything is left at its default but for the share of the memory and the longest context. With `ngram`, what it samples
-is replaced by the next tokens of the stream, after it has sampled: a draft is accepted as far as it equals them.
+is replaced by the next tokens of the stream (vllm_replay.py).
 """
 
 import json
@@ -15,44 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # so that `benchmarks` is found
 
-import torch
-
 from benchmarks.support.long_work import SIBLINGS, LongWork, tail_s
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-# The process of the engine inherits the replaced method.
-os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
 DRAFT = 4
-
-
-def replay(said: torch.Tensor) -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    sample, on_device = GPUModelRunner._sample, list[torch.Tensor]()
-
-    def replaying(self, logits, spec):
-        out = sample(self, logits, spec)
-        batch, ids = self.input_batch, out.sampled_token_ids
-        n, width = ids.shape
-        if not on_device:
-            on_device.append(said.to(ids.device))
-        streams = [int(id.split("-")[0]) % len(said) for id in batch.req_ids[:n]]
-        begun = (batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]).tolist()
-        where = torch.tensor([streams, begun], device=ids.device)
-        ahead = torch.arange(width, device=ids.device)
-        at = (where[1][:, None] + ahead).clamp(0, said.shape[1] - 1)
-        wanted = on_device[0][where[0][:, None], at].to(ids.dtype)
-        if spec is not None:
-            counts = torch.tensor(spec.num_draft_tokens, device=ids.device)
-            drafts = torch.full((n, width), -1, dtype=ids.dtype, device=ids.device)
-            drafts[ahead < counts[:, None]] = spec.draft_token_ids.to(ids.dtype)
-            good = (drafts == wanted).long().cumprod(1).sum(1)
-            wanted = torch.where(ahead <= good[:, None], wanted, -1)
-        out.sampled_token_ids = wanted
-        return out
-
-    GPUModelRunner._sample = replaying
 
 
 def main() -> None:
@@ -60,10 +27,11 @@ def main() -> None:
     work, variant, options = LongWork(**job["work"]), job["variant"], {}
     if variant == "ngram":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        replay(work.said())
+        os.environ["REPLAYED_WORK"] = json.dumps(job["work"])
         options["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": DRAFT, "prompt_lookup_max": 8, "prompt_lookup_min": 2,
         }  # fmt: skip
+        options["worker_cls"] = "benchmarks.engine.peers.vllm_replay.ReplayWorker"
     elif variant == "fp8":
         options["kv_cache_dtype"] = "fp8"
     from vllm import LLM, SamplingParams

@@ -204,7 +204,7 @@ class ControllerLife:
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
-        self._offer(Offer(version=hello.version, digest=hello.digest))
+        self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest), self.trainer.weights)
         admission.restore(
             version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained,
             oldest=oldest_versions(history),
@@ -220,12 +220,8 @@ class ControllerLife:
     def offer(self, published: NewVersion) -> None:
         if self.trainer.hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
-            self._offer(Offer(version=published.version, digest=published.digest))
-
-    def _offer(self, offer: Offer) -> None:
-        if self.trainer.weights is not None:
-            self.dispatch.weights.publish(self.trainer.weights)
-        self.dispatch.set_offer(offer)
+            offer = Offer(version=published.version, digest=published.digest)
+            self.dispatch.set_offer(offer, self.trainer.weights)
 
     def saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._journal_damage.saved(state.step):

@@ -204,7 +204,7 @@ class FleetReport:
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
             "staleness": self._staleness, "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
-            "weights": None if (traffic := self._dispatch.weights.directory.traffic) is None else traffic.describe(),
+            "weights": self._dispatch.weights.directory.traffic.describe(),
             "gathering": msgspec.to_builtins(self._dispatch.accounts.gathering),
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}

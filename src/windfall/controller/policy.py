@@ -107,7 +107,5 @@ class FleetPolicy(RemoteTrainer):
 
     def _offer(self, published: NewVersion) -> NewVersion:
         self._calls = {id: call for id, call in self._calls.items() if not call.done()}
-        if self.weights is not None:
-            self._dispatch.weights.publish(self.weights)
-        self._dispatch.set_offer(Offer(version=published.version, digest=published.digest))
+        self._dispatch.set_offer(Offer(version=published.version, digest=published.digest), self.weights)
         return published

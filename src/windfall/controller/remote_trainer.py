@@ -28,7 +28,7 @@ FRAME_BYTES = 16 << 20
 
 
 class RemoteTrainer:
-    def __init__(self, routes: WeightRoutes | None = None) -> None:
+    def __init__(self, routes: WeightRoutes) -> None:
         """`routes`: is told what the trainer has uploaded, and says which files workers may still read."""
         self.hello: m.TrainerHello | None = None
         self.weights: m.PublishedFiles | None = None
@@ -40,8 +40,7 @@ class RemoteTrainer:
         self._present = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
         self._telling: set[asyncio.Task[None]] = set()
-        if routes is not None:
-            routes.upload_again = self._upload_again
+        routes.upload_again = self._upload_again
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
@@ -51,15 +50,15 @@ class RemoteTrainer:
         self.weights = hello.weights
         replies = self._replies
         self._present.set()
-        if self._routes is not None and self._routes.directory.wrong:  # the trainer before may not have heard of them
-            self._upload_again(tuple(sorted(self._routes.directory.wrong)))
+        if wrong := self._routes.directory.wrong:  # the trainer before may not have heard of them
+            self._upload_again(wrong)
         try:
             while True:
                 message = await link.receive()
-                if not isinstance(message, m.Uploaded):
-                    replies.put_nowait(message)
-                elif self._routes is not None:
+                if isinstance(message, m.Uploaded):
                     self._routes.uploaded(message)
+                else:
+                    replies.put_nowait(message)
         except LinkClosed as e:
             replies.put_nowait(e)
         finally:
@@ -115,10 +114,8 @@ class RemoteTrainer:
 
     async def publish(self, *, id: str) -> NewVersion:
         """Publish the weights of the completed step as its version."""
-        order = m.Publish(id=id)
-        if self._routes is not None:
-            directory = self._routes.directory
-            order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
+        directory = self._routes.directory
+        order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:

@@ -1,14 +1,17 @@
-"""The weights of a module: copied into it, joined so that one matrix product computes several layers, and freed."""
+"""The weights of a module: copied into it, shared with another one, joined so that one matrix product computes several
+layers, and freed."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windfall.errors import WindfallError
 from windfall.weights.merged import MergedWeights
@@ -42,6 +45,23 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
             weights.copy_into(name, own[name])
         else:
             own[name].copy_(weights[name])
+
+
+def copy_tree(model: Any) -> Any:
+    """A tree of modules of its own that shares all parameters and buffers with the model: a layer that is replaced in
+    one of them stays in the other."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+def replace_linear(tree: Any, name: str, kind: type[nn.Linear], weight: nn.Parameter | None = None) -> None:
+    """Put a linear layer of this kind in the place of another one, with its bias, and with its weight or the given
+    one."""
+    parent, _, last = name.rpartition(".")
+    old = tree.get_submodule(name)
+    new = kind(old.in_features, old.out_features, bias=False, device="meta")
+    new.weight = old.weight if weight is None else weight
+    new.register_parameter("bias", old.bias)
+    setattr(tree.get_submodule(parent), last, new)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -73,6 +73,8 @@ class FileSources:
         self.route = route
         self.verified: Callable[[], int] = lambda: 0
         """Bytes from the start of the file that the reader has."""
+        self.connecting_s = 0.0
+        """What the last connection took (seconds): at least one round trip."""
         self.retries = 0
         self.received_s = time.monotonic() if received_s is None else received_s
         """When the last byte came, or the pull began (monotonic clock, seconds)."""
@@ -126,6 +128,7 @@ class FileSources:
                     source.close()
                     source = None
                 source = self._connect(ref, stopped=self.stopped)
+                self.connecting_s = time.monotonic() - began_s
             use(source)
             return source
         except PullFailed:

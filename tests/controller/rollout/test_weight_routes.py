@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport
@@ -96,7 +97,7 @@ def play(folder: Path, part: Callable[[Fleet], Awaitable[None]]) -> Fleet:
         fleet = Fleet(folder)
         async with asyncio.timeout(30):
             await part(fleet)
-        fleet.dispatch.weights.directory.check()
+        check(fleet.dispatch.weights.directory)
         return fleet
 
     return loops.run(lambda _: scenario())
@@ -261,10 +262,10 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         assert trainer.weights == published(2)
         await theirs.close()
         await serving
-        fleet.dispatch.weights.directory.wrong.add("c2")
+        fleet.dispatch.weights.directory._files["c1"].damaged = True
         ours, theirs = pair()
         serving = asyncio.create_task(trainer.attend(ours, hello))
-        assert await theirs.receive() == m.UploadAgain(files=("c2",))
+        assert await theirs.receive() == m.UploadAgain(files=("c1",))
         await theirs.close()
         await serving
 

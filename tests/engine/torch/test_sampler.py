@@ -50,12 +50,13 @@ def test_temperature_top_k_and_top_p_truncate_the_distribution() -> None:
     assert set(both) == {0}
 
 
+@pytest.mark.parametrize("vocabulary", [50, 700])
 @pytest.mark.parametrize("chunk", [1, 250, 1 << 18])
-def test_rows_are_sampled_independently(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_sampled_independently(chunk: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "CHUNK", chunk)
     hows = [Sampling(temperature=t, top_p=p, top_k=k) for t in (0.0, 0.6, 1.0) for p in (0.5, 1.0) for k in (0, 3)]
     torch.manual_seed(0)
-    logits = torch.randn(len(hows), 50)
+    logits = torch.randn(len(hows), vocabulary)
     seeds, positions = list(range(len(hows))), list(range(100, 100 + len(hows)))
     tokens, logp = sample(logits, seeds, positions, hows)
     for i, how in enumerate(hows):
@@ -64,6 +65,21 @@ def test_rows_are_sampled_independently(chunk: int, monkeypatch: pytest.MonkeyPa
         assert logp[i] == alone_logp[0]
         if how.temperature == 0:
             assert tokens[i] == logits[i].argmax()
+
+
+def test_a_large_vocabulary_is_searched_span_by_span_as_if_at_once() -> None:
+    torch.manual_seed(0)
+    p = (3 * torch.randn(400, 5000)).softmax(-1)
+    p[p < 1e-6] = 0.0
+    u = torch.rand(400, dtype=torch.float64)
+    u[:3] = torch.tensor([0.0, 1 - 2**-52, 0.5])
+    found = sampler.first_above(p, u)
+    upto = p.cumsum(-1, dtype=torch.float64)
+    wanted = u * upto[:, -1]
+    assert (p.gather(-1, found[:, None]) > 0).all()
+    before = (upto - p).gather(-1, found[:, None])[:, 0]
+    assert (before <= wanted + 1e-6).all()
+    assert (wanted - 1e-6 <= upto.gather(-1, found[:, None])[:, 0]).all()
 
 
 def test_logprob_is_that_of_the_whole_distribution_at_the_temperature() -> None:
@@ -86,15 +102,16 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
 
 
 def test_nothing_that_was_cut_is_ever_drawn_even_at_the_edges() -> None:
-    """All probability on the first or the last token, and exact zeros between."""
-    for hot in (0, 5):
-        logits = torch.full((6,), -1e4)
+    """All probability on one token, and exact zeros elsewhere."""
+    for hot, vocabulary in ((0, 6), (5, 6), (0, 700), (255, 700), (256, 700), (699, 700)):
+        logits = torch.full((vocabulary,), -1e4)
         logits[hot] = 0.0
         assert set(draw(2000, Sampling(), logits)) == {hot}
 
 
-def test_logits_without_any_number_give_a_token_of_the_vocabulary() -> None:
-    logits = torch.stack([torch.zeros(7), torch.full((7,), torch.nan)])
+@pytest.mark.parametrize("vocabulary", [7, 700])
+def test_logits_without_any_number_give_a_token_of_the_vocabulary(vocabulary: int) -> None:
+    logits = torch.stack([torch.zeros(vocabulary), torch.full((vocabulary,), torch.nan)])
     tokens, logprobs = sample(logits, [1, 2], [0, 0], [Sampling(), Sampling()])
-    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 7
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
     assert logprobs[0].isfinite()

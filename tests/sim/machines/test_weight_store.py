@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.directory_rules import check
 from windfall.sim.core.run import Simulation
 
 Simulated = Callable[..., Any]
@@ -27,7 +28,7 @@ def run(simulated: Simulated, disturb: Disturb | None = None, *, peers: str = "a
         disturb, trace={"nodes": 0}, fleet={"workers": 6, "heartbeat_s": 0.3}, sim={**SIM, **sim},
         weights={"region": "a", "peers": peers},
     )  # fmt: skip
-    done.dispatch.weights.directory.check()
+    check(done.dispatch.weights.directory)
     return log, [e for e in log if e["name"] == "weights" and e["all_s"] is not None]
 
 

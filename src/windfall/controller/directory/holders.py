@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.link.messages import FileRef, Ranges
+from windfall.weights.ranges import normal, subtract
 
 WHOLE: Ranges = ((0, 1 << 62),)
 """All of a file, whatever its size: a holder may join before the size is known."""
@@ -105,8 +106,15 @@ class KnownFile:
     """By holder. A reader's own ranges from before its reading stay here."""
     readings: dict[str, Reading] = field(default_factory=dict)
     """By reader, in the order in which they began."""
-    load: Counter[str] = field(default_factory=Counter)
-    """By holder: readers whose source it is."""
+    damaged: bool = False
+    """In the bucket, until it is uploaded again."""
+
+    def load(self) -> Counter[str]:
+        """By holder: readers whose source it is."""
+        return Counter(id for reading in self.readings.values() for id in {part.source for part in reading.parts})
+
+    def lacks(self, id: str) -> Ranges:
+        return subtract(normal([(0, self.file.nbytes)]), self.held.get(id, ()))
 
     def has(self, id: str, start: int, stop: int) -> bool:
         ranges = self.held.get(id, ())
@@ -121,7 +129,7 @@ class KnownFile:
     def unfit(self) -> set[str]:
         """Who cannot be followed: readers without a source, and their followers. A reader is without a source while one
         is chosen for it, so it never gets one that follows it."""
-        unfit = {id for id, reading in self.readings.items() if reading.need and not reading.parts}
+        unfit = {id for id, reading in self.readings.items() if reading.unfed}
         if not unfit:
             return unfit
         followers: dict[str, list[str]] = {}

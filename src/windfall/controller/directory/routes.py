@@ -19,8 +19,7 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from windfall.controller.directory.holders import Contacts, KnownFile, Part, Reading, WeightHolder
@@ -52,58 +51,58 @@ def fan_out(readers: int, nbytes: int, bytes_per_s: float) -> int:
     return min(range(1, MAX_FAN_OUT + 1), key=last_s)
 
 
-@dataclass(frozen=True, slots=True)
 class RouteSearch:
     """Looks for the sources of one reader for one file."""
 
-    contacts: Contacts
-    prices: TrafficPrices
-    slots: int
-    slow: Collection[str]
-    me: WeightHolder
-    known: KnownFile
-    damaged: bool = False
-    """Whether the file is damaged in the bucket."""
+    def __init__(
+        self,
+        contacts: Contacts,
+        prices: TrafficPrices,
+        me: WeightHolder,
+        known: KnownFile,
+        *,
+        slots: int,
+        slow: Collection[str],
+    ) -> None:
+        self._contacts, self._prices, self._me, self._known = contacts, prices, me, known
+        self._slots, self._slow = slots, slow
+        self._unfit, self._load = known.unfit(), known.load()
+        self._buckets = {id for id in known.held if contacts.holders[id].kind == "bucket"}
 
     def route(self, reading: Reading) -> tuple[Part, ...]:
         """Parts that cover all that it needs; none if no sources do."""
-        unfit, avoid = self.known.unfit(), reading.avoid | self.contacts.shunned(self.me.id)
-        buckets = {id for id in self.known.held if self.damaged and self.contacts.holders[id].kind == "bucket"}
-        attempts = dict.fromkeys(frozenset(left_out) for left_out in (avoid | buckets, avoid, buckets, ()))
-        return next((parts for left_out in attempts if (parts := self._cover(reading.need, unfit, left_out))), ())
+        avoid = reading.avoid | self._contacts.shunned(self._me.id)
+        damaged = self._buckets if self._known.damaged else set[str]()
+        attempts = dict.fromkeys(frozenset(left_out) for left_out in (avoid | damaged, avoid, damaged, ()))
+        return next((parts for left_out in attempts if (parts := self._cover(reading.need, left_out))), ())
 
-    def _cover(self, ranges: Ranges, unfit: Collection[str], avoid: Collection[str]) -> tuple[Part, ...]:
-        buckets = [id for id in self.known.held if self.contacts.holders[id].kind == "bucket"]
-        holders = dict.fromkeys((*self.known.held, *self.known.readings))
-        for id in (*buckets, *avoid):
-            holders.pop(id, None)
-        holders |= dict.fromkeys(id for id in buckets if id not in avoid)
-        parts: list[Part] = []
-        cuts = sorted({edge for held in self.known.held.values() for piece in held for edge in piece})
+    def _cover(self, ranges: Ranges, avoid: Collection[str]) -> tuple[Part, ...]:
+        known, parts = self._known, list[Part]()
+        ids = [id for id in {**known.held, **known.readings} if id not in avoid and id not in self._buckets]
+        ids += [id for id in self._buckets if id not in avoid]
+        cuts = sorted({edge for held in known.held.values() for piece in held for edge in piece})
         for need in ranges:
             pieces = _pieces(cuts, *need)
-            whole = self._source(holders, unfit, *need, outside=False) if len(pieces) > 1 else None
+            whole = self._source(ids, *need, outside=False) if len(pieces) > 1 else None
             for start, stop in (need,) if whole else pieces:
-                found = whole or self._source(holders, unfit, start, stop, outside=True)
+                found = whole or self._source(ids, start, stop, outside=True)
                 if found is None:
                     return ()
                 joined = parts and parts[-1].stop == start and parts[-1].source == found
                 parts.append(Part(parts.pop().start if joined else start, stop, found))
         return tuple(parts)
 
-    def _source(
-        self, ids: Mapping[str, None], unfit: Collection[str], start: int, stop: int, *, outside: bool
-    ) -> str | None:
+    def _source(self, ids: Sequence[str], start: int, stop: int, *, outside: bool) -> str | None:
         """The source of these bytes; with `outside`, also from other regions."""
-        known, me, holders = self.known, self.me, self.contacts.holders
+        known, me, holders = self._known, self._me, self._contacts.holders
 
         def serves(id: str) -> bool:
-            has = known.has(id, start, stop) or (id in known.readings and id not in unfit)
-            return has and self.contacts.usable(me.id, id)
+            has = known.has(id, start, stop) or (id in known.readings and id not in self._unfit)
+            return has and self._contacts.usable(me.id, id)
 
         def cost(id: str) -> tuple[bool, float, bool, int]:
-            usd, far = self.prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
-            return far, usd, id in self.slow, not known.has(id, start, stop) if far else known.load.get(id, 0)
+            usd, far = self._prices.usd_per_gb(me, holders[id]), holders[id].region != me.region
+            return far, usd, id in self._slow, not known.has(id, start, stop) if far else self._load[id]
 
         near = (id for id in ids if me.shares_machine(holders[id]) and serves(id))
         free = (id for id in ids if self._free(id) and serves(id))
@@ -112,10 +111,10 @@ class RouteSearch:
 
     def _free(self, id: str) -> bool:
         """Whether it is in the region, with a free slot and without a price."""
-        if self.known.load.get(id, 0) >= self.slots or id in self.slow:
+        if self._load[id] >= self._slots or id in self._slow:
             return False
-        holder = self.contacts.holders[id]
-        return holder.region == self.me.region and not self.prices.usd_per_gb(self.me, holder)
+        holder = self._contacts.holders[id]
+        return holder.region == self._me.region and not self._prices.usd_per_gb(self._me, holder)
 
 
 def _pieces(cuts: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:

@@ -79,15 +79,15 @@ def _link(reader: WeightHolder, source: WeightHolder) -> tuple[str, ...]:
 class Traffic:
     """What one version has moved so far."""
 
-    version: int
-    full_bytes: int
+    version: int = -1
+    full_bytes: int = 0
     """Size of its full copy (or adapter)."""
-    delta_bytes: int
+    delta_bytes: int = 0
     """Size of the delta from the version before; 0 if there is none."""
-    since_s: float
-    waiting: set[str]
+    since_s: float = 0.0
+    waiting: set[str] = field(default_factory=set)
     """Workers that do not have it yet, of those that were connected when it was published."""
-    half: int
+    half: int = field(init=False)
     """Half of their number."""
     readers: int = 0
     """Workers that have it by now."""
@@ -98,6 +98,9 @@ class Traffic:
     half_s: float | None = None
     last_s: float | None = None
     """When half of those, and when the last of them so far had it: seconds after it was published."""
+
+    def __post_init__(self) -> None:
+        self.half = len(self.waiting) // 2
 
     def add(self, reader: WeightHolder, source: WeightHolder, count: int, usd: float) -> None:
         self.bytes["machine" if reader.shares_machine(source) else source.kind] += count

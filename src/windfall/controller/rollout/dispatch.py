@@ -187,7 +187,10 @@ class Dispatch:
         """The newest version, which workers load."""
         return self.loading.offer
 
-    def set_offer(self, offer: Offer) -> None:
+    def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None) -> None:
+        """`files`: what the trainer has published, unless all workers have its weights."""
+        if files is not None:
+            self.weights.publish(files)
         self.loading.offer = offer
         self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
         self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))

@@ -50,17 +50,17 @@ class WeightRoutes:
     def join(self, member: Member, hello: m.Hello, seen: str) -> None:
         """`seen`: the worker's address, as the controller sees it. An engine of the trainer that names no machine reads
         nothing: it has the trainer's weights. A location elsewhere than at the worker's own address is ignored."""
-        if not member.local or hello.machine:
-            region, machine = hello.lease.region, hello.machine
-            seen = plain_address(seen)
-            own, host = hello.own_address, host_of(hello.location)
-            location = hello.location if host and (host == own.lower() or is_loopback(host)) else ""
-            at = {"location": location, "seen": "localhost" if is_loopback(seen) else seen, "own": plain_address(own)}
-            holder = WeightHolder(
-                id=member.id, kind="peer", region=region, machine=machine, loopback=is_loopback(host), **at
-            )
-            self.directory.join(holder, hello.holds)
-            self._pass_on()
+        if member.local and not hello.machine:
+            return
+        seen, host = plain_address(seen), host_of(hello.location)
+        holder = WeightHolder(
+            id=member.id, kind="peer", region=hello.lease.region, machine=hello.machine,
+            location=hello.location if host and (host == hello.own_address.lower() or is_loopback(host)) else "",
+            seen="localhost" if is_loopback(seen) else seen, own=plain_address(hello.own_address),
+            loopback=is_loopback(host),
+        )  # fmt: skip
+        self.directory.join(holder, hello.holds)
+        self._pass_on()
 
     def leave(self, id: str) -> None:
         self.directory.leave(id)

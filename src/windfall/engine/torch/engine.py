@@ -4,11 +4,12 @@ in one batch, and one new token for every running response, or several if tokens
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
@@ -86,6 +87,10 @@ class TorchEngine(PagedEngine):
         if self._drafts is not None:
             self._learn(work, chunks, time.monotonic() - began_s, searched_s)
         return chunks
+
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        self._runner.forget_weights()
+        super().swap(version, weights)
 
     def cancel(self, id: str) -> None:
         super().cancel(id)

@@ -21,6 +21,7 @@ from torch import Tensor
 from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.arena import TenantKV
+from windfall.engine.torch.prepacked import drop_copies, prepacked
 from windfall.engine.torch.sampler import sample
 from windfall.models.attention import Block, Paged, cache_shapes
 from windfall.types import Sampling
@@ -48,7 +49,7 @@ class Runner:
         self, model: Any, *, pages: int, page_size: int, deterministic: bool, kv: TenantKV | None = None
     ) -> None:
         """`kv`: memory that another engine shares; by default, the runner allocates its own."""
-        self.model = model
+        self.model = model if deterministic else prepacked(model)
         self.size = page_size
         self.deterministic = deterministic
         self._kv = kv
@@ -74,8 +75,13 @@ class Runner:
     def free(self) -> None:
         """Return the memory of the KV cache to the device. The contents are lost."""
         self.pools = None
+        self.forget_weights()
         if self._kv is None and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def forget_weights(self) -> None:
+        """The model has other weights, or will have them before the next step."""
+        drop_copies(self.model)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRows]) -> list[list[Sampled]]:

@@ -15,7 +15,6 @@ from asyncio import base_events
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,8 +106,12 @@ def clock(loop: VirtualLoop) -> Clock:
 def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], loop: VirtualLoop | None = None) -> T:
     """Run `main(loop)` to its end, then cancel all remaining tasks. The first error of any callback ends the run."""
     loop = loop or VirtualLoop()
+
+    def stop(_: object) -> None:
+        loop.stop()
+
     asyncio.set_event_loop(loop)
-    task, stop = loop.create_task(main(loop), name="main"), partial(_stop, loop)
+    task = loop.create_task(main(loop), name="main")
     task.add_done_callback(stop)
     try:
         loop.run_forever()
@@ -120,10 +123,6 @@ def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], loop: VirtualLoop
         _cancel_all(loop)
         asyncio.set_event_loop(None)
         loop.close()
-
-
-def _stop(loop: VirtualLoop, _: object) -> None:
-    loop.stop()
 
 
 def _cancel_all(loop: VirtualLoop) -> None:

@@ -106,8 +106,6 @@ class WeightReading:
         self._store, self._load, self._ask, self._done = store, load, ask, done
         self._left = {each.file.digest: each.route for each in load.files}
         """Files that are not complete, with their routes. The first is being read."""
-        self._bytes = 0.0
-        """Size of the complete files."""
         self.used: list[m.SourceUse] = []
         """What it got from each source since its last report."""
         self._source: m.SourceRef | None = None
@@ -131,7 +129,8 @@ class WeightReading:
     @property
     def received(self) -> float:
         """Bytes of all files so far."""
-        return self._bytes + (self._flow.count_bytes - self._flow.left_bytes if self._left else 0.0)
+        complete = sum(each.file.nbytes for each in self._load.files if each.file.digest not in self._left)
+        return complete + (self._flow.count_bytes - self._flow.left_bytes if self._left else 0.0)
 
     @property
     def _flow(self) -> Flow:
@@ -213,7 +212,6 @@ class WeightReading:
         self._leave()
         file = self._store.files[self.digest][0]
         del self._left[file.digest]
-        self._bytes += file.nbytes
         self._store.files[file.digest] = (file, None)
         if not self._left:
             copy = m.FileRef(digest=self._load.digest, nbytes=0)

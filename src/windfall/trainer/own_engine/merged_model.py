@@ -15,13 +15,12 @@ Rules:
 
 from __future__ import annotations
 
-import copy
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windfall.engine.module_weights import copy_tree, replace_linear
 from windfall.trainer.model.lora import LoraLinear
 from windfall.weights.merged import merge
 
@@ -32,8 +31,7 @@ JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class MergedModel:
     def __init__(self, model: Any) -> None:
         """`model`: the trainer's module, with adapters attached."""
-        shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-        self.module: Any = copy.deepcopy(model, shared)
+        self.module: Any = copy_tree(model)
         self._adapted: list[tuple[Tensor, LoraLinear]] = []
         """The merged copies, and the trainer's layers that they belong to."""
         for name, layer in model.named_modules():
@@ -53,12 +51,9 @@ class MergedModel:
 
     def _replace(self, name: str, layer: nn.Linear) -> Tensor:
         """Put a plain linear layer with a matrix of its own at this place. Returns the matrix."""
-        parent, _, last = name.rpartition(".")
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
-        plain.register_parameter("bias", layer.bias)
-        setattr(self.module.get_submodule(parent), last, plain)
-        return plain.weight
+        own = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
+        replace_linear(self.module, name, nn.Linear, own)
+        return own
 
 
 def _beside(model: Any) -> list[str]:

@@ -134,8 +134,8 @@ def test_policies_in_one_module_train_as_each_alone(size: int, dtype: torch.dtyp
 
 
 def publish_all(ranks: TrainerRanks, folder: Path) -> Any:
-    """Publish all policies, train two of them, and publish the copy of one. From rank 0: digests, and the adapters that
-    a checkpoint of each would hold."""
+    """Publish all policies, train two of them, and publish the copy of one. Rank 0 writes what checkpoints would hold.
+    Returns the digests of all versions."""
     made, orders = recipe(**POLICIES), Orders(ranks)
     if not ranks.first:
         RankPart(made, folder, orders)
@@ -146,25 +146,26 @@ def publish_all(ranks: TrainerRanks, folder: Path) -> Any:
     for name in ("solver", "verifier"):
         digests[name].append(step(part, name, 1).digest)
     digests["old"].append(orders.call(part.publish, "old", 1, ORDER).digest)
-    saved, unused = {}, SimpleNamespace(to=lambda device: None)  # for whole models
+    unused = SimpleNamespace(to=lambda device: None)  # for whole models
     for name in ("solver", "verifier", "old"):
         own, path = part.policies[name], folder / name
         path.mkdir(parents=True)
         own.weights.write_published(unused, own.publisher, lambda name=name: orders.call(part.collect, name), path)
-        saved[name] = load_file(path / "adapter_model.safetensors")
     orders.stop()
     part.close()
-    return digests, saved
+    return digests
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_publish_all_policies_of_a_base(tmp_path: Path, size: int) -> None:
-    digests, saved = run_ranks(size, publish_all, tmp_path / "several")[0]
-    wanted, alone = run_ranks(1, publish_all, tmp_path / "one")[0]
+    digests = run_ranks(size, publish_all, tmp_path / "several")[0]
+    (wanted,) = run_ranks(1, publish_all, tmp_path / "one")
     for name, found in digests.items():
         assert found[0] == wanted[name][0], "the base, and the adapters before the first update"
     assert digests["old"] == digests["solver"], "the copy has the bytes of its original"
     assert len({*digests["solver"], *digests["verifier"], *digests["reference"]}) == 5
-    for name, found in saved.items():
-        assert found.keys() == alone[name].keys()
-        assert all(torch.allclose(t, alone[name][n], rtol=1e-3, atol=1e-4) for n, t in found.items())
+    for name in ("solver", "verifier", "old"):
+        one, two = (load_file(tmp_path / x / name / "adapter_model.safetensors") for x in ("one", "several"))
+        assert one.keys() == two.keys()
+        for n, t in one.items():  # Adam divides by the size of a gradient, so tiny ones may differ in sign
+            assert (two[n] - t).norm() < 0.02 * t.norm(), n

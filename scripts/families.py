@@ -38,7 +38,7 @@ from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import attention
 from windfall.trainer import selftest
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.types import Request, Sampling
 
@@ -184,7 +184,7 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
     rng, vocabulary = np.random.default_rng(6), plain.get_input_embeddings().num_embeddings
     samples = [selftest.random_sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]
-    gradients = Gradients(ours)
+    gradients = Gradients(trained(ours))
     learner = Learner(ours, gradients, say=lambda line: None)
     gradients.zero()
     learner.learn(samples, 1.0, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))

@@ -52,6 +52,7 @@ HERE = Path(__file__).parent
 
 FORKED_RANKS = (
     "trainer/ranks/test_adapter_ranks.py",
+    "trainer/ranks/test_policy_ranks.py",
     "trainer/ranks/test_rank_exchanges.py",
     "test_benchmarks.py",
     "trainer/test_layer_choice.py",

@@ -60,6 +60,28 @@ def policy_folder(run: Path, policy: str) -> Path:
     return run / "policies" / policy if policy else run
 
 
+def trainer_role(base: str) -> str:
+    """The name of the trainer of a base: of its process, its log and its lock.
+
+    >>> trainer_role(""), trainer_role("solver")
+    ('trainer', 'trainer-solver')
+    """
+    return f"trainer-{base}" if base else "trainer"
+
+
+def choose_policy(run: Path, policy: str) -> str:
+    """The policy of a run that a command is for. Raises WindfallError if the run has no such policy, or several and
+    `policy` names none of them."""
+    names = sorted(folder.name for folder in (run / "policies").glob("*"))
+    if policy in (names or [""]):
+        return policy
+    if not names:
+        fix = "Leave out --policy."
+        raise WindfallError("this run has one policy, without a name", where=f"--policy {policy}", fix=fix)
+    what = f"this run has no policy {policy!r}" if policy else "this run has several policies"
+    raise WindfallError(what, where=str(run), fix=f"Give --policy with one of: {', '.join(names)}.")
+
+
 def check_exists(run: Path) -> None:
     if run.is_file():
         raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")

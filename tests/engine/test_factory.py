@@ -174,7 +174,7 @@ def test_trainer_ends_if_its_own_engine_fails() -> None:
             raise WindfallError("too little memory", where="cuda")
 
         async with asyncio.timeout(60):
-            await run_beside(for_ever(), local())
+            await run_beside([for_ever()], local())
 
     with pytest.raises(WindfallError, match="too little memory"):
         asyncio.run(scene())
@@ -188,6 +188,6 @@ def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
 
         async def local() -> None: ...
 
-        return await run_beside(run(), local())
+        return await run_beside([run()], local())
 
     assert asyncio.run(scene()) == 7

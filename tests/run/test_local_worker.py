@@ -271,8 +271,9 @@ def test_engine_is_built_again_when_the_run_leaves_fp8(monkeypatch: pytest.Monke
     ranks = SimpleNamespace(distributed=False, first=True, device="cpu")
     model = SimpleNamespace(merged=lambda: None, model=None)
     part: Any = SimpleNamespace(
-        ranks=ranks, place=RankPlace(), recipe=Recipe(), weights=model, orders=SimpleNamespace(call=lambda f, *a: f(*a))
-    )
+        ranks=ranks, place=RankPlace(), recipe=Recipe(), policies={"": SimpleNamespace(weights=model)},
+        orders=SimpleNamespace(call=lambda f, *a: f(*a)),
+    )  # fmt: skip
     local = LocalWorker(part)
     part.build_engine = local.build
     monkeypatch.setattr(local_worker, "ControllerClient", Client)

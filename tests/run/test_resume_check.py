@@ -131,12 +131,12 @@ def test_damaged_beginning_is_an_error_in_words(run: Path, kind: str) -> None:
 # finished
 
 
-def ended(run: Path, **end: Any) -> None:
+def ended(run: Path, policy: str = "", **end: Any) -> None:
     log = EventLog(run / "events.jsonl")
     log.scalar("step", step=20)
     log.instant("end", **end)
     log.close()
-    saved = run / "checkpoints" / "step-000020"
+    saved = folders.policy_folder(run, policy) / "checkpoints" / "step-000020"
     (saved / "windfall").mkdir(parents=True)
     (saved / "config.json").write_text("{}")
     (saved / "windfall" / "optimizer.safetensors").write_bytes(b"moments")
@@ -161,6 +161,17 @@ def test_run_that_was_stopped_or_lost_its_checkpoint_is_not_finished(run: Path) 
     EventLog(run / "events.jsonl").instant("end", step=20, finished=True)
     shutil.rmtree(run / "checkpoints" / "step-000020")
     assert resume_check.finished(edited(run), run) is None
+
+
+def test_run_is_finished_when_all_policies_that_are_trained_are(run: Path) -> None:
+    several = edited(run, "fleet.local=false", "policies.a={}", "policies.b={}", "policies.c={frozen=true}")
+    ended(run, "a", step=20, finished=True)
+    assert resume_check.finished(several, run) is None
+    ended(run, "b", step=20, finished=True)
+    assert resume_check.finished(several, run) == 20
+    flip(folders.policy_folder(run, "b") / "checkpoints" / "step-000020" / "windfall" / "optimizer.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="its checksum is"):
+        resume_check.finished(several, run)
 
 
 def test_damage_of_the_last_checkpoint_is_reported(run: Path) -> None:

@@ -164,7 +164,7 @@ def test_kills_with_steps_in_between_do_not_end_the_run(
     it = supervisor_of(tmp_path)
 
     def happens() -> None:
-        it._newest_step = started[0] // 10
+        it._newest_steps = {"": started[0] // 10}
         it._stopping = started[0] == 3 * liveness.MAX_KILLS
 
     start, started = ends(*[-9] * 99, then=happens)
@@ -184,7 +184,8 @@ def test_process_that_is_stopped_while_it_starts_is_killed(
         it = supervisor_of(tmp_path)
         start = {"argv": ["sleep", "600"], "env": dict(os.environ), "log": tmp_path / "log"}
         frozen, slow = (process.start(name=name, **start) for name in (role, "rank-1"))
-        it._controller, it._ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
+        it._controller, ranks = (frozen, [slow]) if role == "controller" else (None, [frozen, slow])
+        it._ranks = {"": ranks}
         watching = asyncio.create_task(it._watch())
         try:
             os.kill(frozen.pid, signal.SIGSTOP)
@@ -206,13 +207,67 @@ def test_frozen_trainer_is_killed_only_if_we_started_it(tmp_path: Path, pid: int
         sent: list[int] = []
         it = supervisor_of(tmp_path)
         it._kill_frozen_trainer()  # nothing was reported
-        it._trainer = Handle(name="trainer", pid=1234, send=sent.append)
+        it._trainers[""] = Handle(name="trainer", pid=1234, send=sent.append)
         (tmp_path / ".trainer.frozen").write_text(json.dumps({"pid": pid}))
         it._kill_frozen_trainer()
         assert not (tmp_path / ".trainer.frozen").exists()
         return sent
 
     assert asyncio.run(main()) == ([signal.SIGKILL] if pid == 1234 else [])
+
+
+POLICIES = {"a": {"lora": {"rank": 4}}, "b": {"lora": {"rank": 4}}, "c": {}, "d": {"model": "x", "frozen": True}}
+
+
+def test_every_base_has_a_trainer_of_its_own(tmp_path: Path) -> None:
+    """Each with its part of the GPUs, its own log, and its own place where its ranks meet."""
+    it = supervisor_of(tmp_path, gpus=4, policies=POLICIES)
+    started: list[tuple[str, list[str], str, str, str]] = []
+
+    class Forks:
+        async def start(self, *, name: str, argv: list[str], env: dict[str, str], log: Path) -> Handle:
+            meeting = env["WINDFALL_RENDEZVOUS"].rpartition("/")[2].partition(".ranks-")[2].partition(".")[0]
+            started.append((name, argv[3:], env.get("CUDA_VISIBLE_DEVICES", ""), log.name, meeting))
+            return Handle(name=name, pid=len(started), send=lambda number: None)
+
+    async def main() -> None:
+        forks: Any = Forks()
+        for base in it.recipe.bases():
+            handle = await it._start_trainer(base, forks, {})
+            assert handle.name == f"trainer-{base}"
+
+    asyncio.run(main())
+    assert started == [
+        ("trainer-a", ["a"], "0", "trainer-a.log", "trainer-a"),
+        ("rank-1-a", ["a"], "1", "rank-1-a.log", "trainer-a"),
+        ("trainer-c", ["c"], "2", "trainer-c.log", "trainer-c"),
+        ("rank-1-c", ["c"], "3", "rank-1-c.log", "trainer-c"),
+        ("trainer-d", ["d"], "", "trainer-d.log", ""),
+    ]
+    assert [[handle.name for handle in ranks] for ranks in it._ranks.values()] == [
+        ["trainer-a", "rank-1-a"], ["trainer-c", "rank-1-c"], ["trainer-d"],
+    ]  # fmt: skip
+
+
+def test_trainer_of_a_base_is_restarted_by_the_steps_of_all_policies(
+    tmp_path: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "FIRST_DELAY_S", 0.001)
+    it = supervisor_of(tmp_path, policies=POLICIES)
+    monkeypatch.setattr(it._console, "show", lambda event: None)
+
+    def happens() -> None:
+        folders.fail(tmp_path, "trainer-a", WindfallError("out of memory"))
+        folders.fail(tmp_path, "trainer-c", WindfallError("of another trainer"))
+        if started[0] in (2, 3):  # two policies make their first step
+            event = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 1, "policy": "abc"[started[0] - 2]}
+            it._handle_line(json.dumps(event).encode())
+
+    start, started = ends(*[1] * 9, then=happens)
+    with pytest.raises(WindfallError, match=r"out of memory \(4 times in a row, with no new step"):
+        asyncio.run(it._keep_running("trainer-a", start))
+    assert started == [2 + liveness.MAX_FAILURES]
+    assert "of another trainer" not in output.getvalue()
 
 
 class Starts:
@@ -487,7 +542,7 @@ def test_event_log_that_is_unreadable_for_a_moment_is_retried(
             path.write_text(EVENT.decode())
             monkeypatch.setattr(Path, "open", opens)
             async with asyncio.timeout(10):
-                while it._newest_step != 3:
+                while it._newest_steps != {"": 3}:
                     await asyncio.sleep(0.01)
 
     monkeypatch.setattr(it._console, "show", lambda event: None)

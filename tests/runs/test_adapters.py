@@ -137,13 +137,14 @@ def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """Newest intact checkpoint; the state of the run is left out; a failure leaves nothing behind."""
     from windfall.recipe.sections import Train
     from windfall.trainer import checkpoint
+    from windfall.trainer.model.gradients import trained
     from windfall.trainer.optimizer import Optimizer
     from windfall.trainer.ranks import sharded_file
     from windfall.trainer.ranks.ranks import TrainerRanks
     from windfall.training import CheckpointState
 
     model = load.load("tiny", dtype="float32", device="cpu")
-    optimizer = Optimizer(model, Train(), 1)
+    optimizer = Optimizer(trained(model), Train(), 1)
     how: dict[str, Any] = {
         "write_model": model.save_pretrained, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
         "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), TrainerRanks.alone()),

@@ -24,6 +24,7 @@ from windfall.models import load
 from windfall.recipe.sections import Train
 from windfall.run.commands import offline
 from windfall.trainer import checkpoint
+from windfall.trainer.model.gradients import trained
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
@@ -57,7 +58,7 @@ every = 5
 def training_objects() -> Objects:
     torch.manual_seed(1)
     model = load.load("tiny", dtype="float32", device="cpu")
-    optimizer = Optimizer(model, Train(), total_updates=10)
+    optimizer = Optimizer(trained(model), Train(), total_updates=10)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.update(1.0)
@@ -92,7 +93,7 @@ def test_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
     one = training_objects()
     path = checkpoint.save(tmp_path, CheckpointState(step=1, next_task=2), keep=1, **one)
     model = load.load(str(path), dtype="float32", device="cpu")
-    other = Optimizer(model, Train(), total_updates=10)
+    other = Optimizer(trained(model), Train(), total_updates=10)
     other.restore(path / checkpoint.OPTIMIZER)
     assert checkpoint.read_state(path) == CheckpointState(step=1, next_task=2)
     for m, o in ((one.model, one.optimizer), (model, other)):

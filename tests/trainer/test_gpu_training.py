@@ -34,7 +34,7 @@ from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.trainer.model import activation_memory, layers, llama
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
 from windfall.trainer.model.logprobs import Learner, PolicyModule, pack_rows
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
@@ -104,7 +104,7 @@ def gradients_of(policy: PolicyModule, pack: list[Sample]) -> dict[str, torch.Te
 
 def policy_of(model: Any) -> PolicyModule:
     policy = PolicyModule(model)
-    policy.gradients = Gradients(model)
+    policy.gradients = Gradients(trained(model))
     return policy
 
 
@@ -179,7 +179,7 @@ def test_out_of_memory_keeps_fewer_activations(monkeypatch: pytest.MonkeyPatch) 
 def test_activations_are_kept_only_for_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """An autograd graph that refers to itself would keep them until the garbage collector runs."""
     model, tapes, kept = model_of("llama"), list[llama.Tape](), llama.Activations
-    learner, begin = Learner(model, Gradients(model)), llama.Tape.__init__
+    learner, begin = Learner(model, Gradients(trained(model))), llama.Tape.__init__
     learner.use_own_layers()
     monkeypatch.setattr(llama.Tape, "__init__", lambda self, *args: (tapes.append(self), begin(self, *args))[1])
     learner.score(samples(2), 1.0)
@@ -253,7 +253,7 @@ def test_unsupported_models_are_refused() -> None:
 
 def test_half_precision_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3").bfloat16()
-    sums = Gradients(model)
+    sums = Gradients(trained(model))
     a = model.base_model.layers[0].self_attn
     parts = [a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]
     grads = [sums.of(p) for p in parts]

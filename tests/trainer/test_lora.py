@@ -21,7 +21,7 @@ from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer import checkpoint
 from windfall.trainer.model import lora
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState, Sample
@@ -83,10 +83,10 @@ def test_new_adapters_change_nothing_and_only_they_are_trained() -> None:
     weight = model.model.layers[0].mlp.up_proj.weight
     adapters = lora.attach(model, Lora(rank=4), base="tiny", seed=0)
     assert model.model.layers[0].mlp.up_proj.weight is weight
-    assert [n for n in model.state_dict() if not n.endswith(lora.OWN)] == names
+    assert [n for n in model.state_dict() if not lora.is_adapter(n)] == names
     assert list(adapters.base_tensors()) == names
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        f"{name}{end}" for name in adapters.layers for end in lora.OWN
+        f"{name}.{matrix}" for name in adapters.layers for matrix in lora.MATRICES
     }
     assert len(adapters.layers) == 28
     assert adapters.scale == 2.0
@@ -119,7 +119,7 @@ def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute
     weights = [rng.normal(size=len(s.targets)) for s in made]
     if recompute:
         adapters.model.gradient_checkpointing_enable({"use_reentrant": False})
-    gradients = Gradients(adapters.model)
+    gradients = Gradients(trained(adapters.model))
     learner = Learner(adapters.model, gradients, say=lambda line: None)
     learner.learn(made, 0.8, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
 
@@ -141,7 +141,7 @@ def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute
             assert theirs.grad is not None
             assert float(theirs.grad.norm()) > 0
             assert float((ours.grad - theirs.grad).norm()) < 1e-4 * float(theirs.grad.norm()), n
-    assert all(p.grad is None for n, p in adapters.model.named_parameters() if not n.endswith(lora.OWN))
+    assert all(p.grad is None for n, p in adapters.model.named_parameters() if not lora.is_adapter(n))
 
 
 def test_updates_raise_the_probability_of_credited_tokens_and_leave_the_base_alone() -> None:

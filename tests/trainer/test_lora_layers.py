@@ -16,7 +16,7 @@ from windfall.models import attention
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import gradients, head, lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.training import Sample
 
@@ -79,7 +79,7 @@ def learn(learner: Learner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def learners(adapters: lora.Adapters, keep: int) -> tuple[Learner, Learner]:
     """With the layers of transformers, and with the own layers."""
-    sums = Gradients(adapters.model)
+    sums = Gradients(trained(adapters.model))
     plain, own = (Learner(adapters.model, sums, say=lambda line: None) for _ in range(2))
     own.use_own_layers(keep=keep)
     return plain, own
@@ -92,9 +92,9 @@ def test_own_layers_have_the_gradients_of_plain_autograd(case: str, keep: int) -
     plain, own = learners(adapters, keep)
     (logp, wanted), (found_logp, found) = learn(plain), learn(own)
     assert torch.allclose(found_logp, logp, atol=1e-5)
-    trained = {n for n, p in adapters.model.named_parameters() if p.requires_grad}
-    assert set(found) == set(wanted) == trained
-    assert all(n.endswith(lora.OWN) for n in trained)
+    names = set(trained(adapters.model))
+    assert set(found) == set(wanted) == names
+    assert all(lora.is_adapter(n) for n in names)
     for n, g in wanted.items():
         assert float(g.norm()) > 0
         assert float((found[n] - g).norm() / g.norm()) < 2e-5, n

@@ -21,7 +21,7 @@ from windfall.models import attention
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.llama import LlamaLayer
 from windfall.trainer.model.logprobs import Learner, PolicyModule
 from windfall.trainer.ranks.ranks import TrainerRanks
@@ -99,7 +99,7 @@ def learn(learner: Learner, pack: list[Sample]) -> None:
 
 def learner_of(policy: Any, keep: int | None) -> Learner:
     """`keep`: what windfall's own layers keep; None: those of transformers."""
-    learner = Learner(policy, Gradients(policy.model if isinstance(policy, PolicyModule) else policy))
+    learner = Learner(policy, Gradients(trained(policy.model if isinstance(policy, PolicyModule) else policy)))
     if keep is not None:
         learner.use_own_layers(keep=keep)
     return learner

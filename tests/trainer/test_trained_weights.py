@@ -14,6 +14,7 @@ from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import VerifiedCheckpoint
+from windfall.trainer.model.gradients import trained
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
@@ -32,7 +33,7 @@ def tiny(dtype: str = "float32") -> Any:
 
 
 def saved(folder: Path, weights: trained_weights.TrainedWeights) -> VerifiedCheckpoint:
-    optimizer = Optimizer(weights.model, Train(), 1)
+    optimizer = Optimizer(trained(weights.model), Train(), 1)
     checkpoint.save(
         folder, CheckpointState(step=1, next_task=0), write_model=weights.saved.save_pretrained,
         tokenizer=load.load_tokenizer("tiny"), keep=1, base=weights.base,
@@ -78,6 +79,7 @@ def test_adapters_are_published_with_their_base_and_scale() -> None:
         assert [e.name for e in manifests[0].entries][:2] == [
             "model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B.weight",
         ]  # fmt: skip
+        assert publisher.delta is not None
         assert publisher.delta.manifest.nbytes < manifests[0].nbytes, "nothing has changed: a small delta"
         assert manifests[0].nbytes == 4 * weights.facts()["adapter_parameters"]
     finally:

@@ -23,7 +23,7 @@ from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe, Train
 from windfall.trainer import trainer as trainer_module
 from windfall.trainer.model import head, logprobs
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import PolicyModule
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.trainer import TorchTrainer, packs
@@ -180,7 +180,7 @@ def test_tiles_do_not_change_the_gradient(model: Any, monkeypatch: pytest.Monkey
             seen.append(np.stack(numbers))
             return weights[sizes[first] : sizes[last]]
 
-        logprobs.Learner(model, Gradients(model)).learn(made, 0.7, weigh)
+        logprobs.Learner(model, Gradients(trained(model))).learn(made, 0.7, weigh)
         ours, theirs = np.concatenate(seen, 1), torch.stack((logp, entropy)).detach().numpy()
         assert np.allclose(ours, theirs, atol=1e-5)
         for n, p in model.named_parameters():
@@ -428,7 +428,7 @@ def test_bfloat16_has_float32_masters() -> None:
     """A change too small for bfloat16 is not lost: the master accumulates it."""
     layer = torch.nn.Linear(4, 4, bias=False).bfloat16()
     torch.nn.init.ones_(layer.weight)
-    o = Optimizer(layer, Train(lr=1e-4, clip_norm=1e9), total_updates=100)
+    o = Optimizer(trained(layer), Train(lr=1e-4, clip_norm=1e9), total_updates=100)
     for _ in range(50):
         layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         o.update(1.0)
@@ -441,7 +441,7 @@ def test_learning_rate_schedules() -> None:
     layer = torch.nn.Linear(1, 1)
     rates = {}
     for kind in ("constant", "linear", "cosine"):
-        o = Optimizer(layer, Train(lr=1.0, warmup=2, schedule=kind), total_updates=10)
+        o = Optimizer(trained(layer), Train(lr=1.0, warmup=2, schedule=kind), total_updates=10)
         rates[kind] = []
         for _ in range(10):
             rates[kind].append(o.rate())
@@ -490,7 +490,7 @@ def test_model_with_changed_logits_is_trained_on_them(model: Any, monkeypatch: p
     logp = torch.log_softmax(model(input_ids=ids).logits[0, at - 1] / 0.7, -1).gather(-1, ids[0, at][:, None])[:, 0]
     (-logp.sum()).backward()
     model.set_attn_implementation("windfall")
-    theirs, gradients = weight.grad.clone(), Gradients(model)
+    theirs, gradients = weight.grad.clone(), Gradients(trained(model))
     gradients.zero()
     learner = logprobs.Learner(model, gradients)
     torch.testing.assert_close(learner.score([sample], 0.7)[0], logp.detach(), atol=1e-5, rtol=0)
@@ -506,7 +506,7 @@ def test_training_does_not_apply_dropout(model: Any) -> None:
     for recomputed in (False, True):
         if recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        gradients = Gradients(model)
+        gradients = Gradients(trained(model))
         gradients.zero()
         logprobs.Learner(model, gradients).learn(made, 1.0, lambda first, last, logp, entropy: np.ones(len(logp)))
         found.append(model.model.embed_tokens.weight.grad.clone())

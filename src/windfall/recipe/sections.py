@@ -382,6 +382,10 @@ class Recipe(Section):
         """The policies, those that are trained first; ("",) without [policies]. The first one is the lead."""
         return tuple(sorted(self.policies, key=lambda name: not self.policies[name].trained)) or ("",)
 
+    def is_trained(self, policy: str) -> bool:
+        """Whether a policy is trained, or only answers."""
+        return not policy or self.policies[policy].trained
+
     def of(self, policy: str) -> Recipe:
         """The recipe as this policy sees it: with its own keys, and without [policies]. "" sees it as it is."""
         if not policy:

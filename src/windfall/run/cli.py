@@ -19,7 +19,7 @@ from windfall import __version__, parts
 from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run.commands.env_server import env_server
-from windfall.run.commands.options import Overrides, RecipeFile, token_option
+from windfall.run.commands.options import Overrides, Policy, RecipeFile, token_option
 from windfall.run.commands.recipes import new
 from windfall.run.commands.recipes import recipe as recipe_keys
 from windfall.types import LeaseKind
@@ -233,7 +233,7 @@ def _controller(run: Path) -> None:
 
 
 @app.command(name="_trainer", hidden=True)
-def _trainer(run: Path) -> None:
+def _trainer(run: Path, base: Annotated[str, typer.Argument()] = "") -> None:
     """Run the rank that the environment names."""
     from windfall.processes import process
     from windfall.run import local_worker
@@ -241,7 +241,7 @@ def _trainer(run: Path) -> None:
     from windfall.trainer.ranks.rank_place import RankPlace
 
     process.tolerate_full_log()
-    place = RankPlace.of(os.environ)
+    place = RankPlace.of(os.environ, base)
     start = trainer_process.follow if place.rank else trainer_process.main
     raise typer.Exit(start(run, place, local_worker.LocalWorker))
 
@@ -259,12 +259,13 @@ def evaluate(
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Number of responses to print.")] = 0,
     set: Overrides = None,
+    policy: Policy = "",
 ) -> None:
     """Measure the reward of a checkpoint on held-out tasks, which are never trained on."""
     from windfall.recipe.file import load_recipe
     from windfall.run.commands import offline
 
-    path, found = offline.find_checkpoint(checkpoint)
+    path, found = offline.find_checkpoint(checkpoint, policy)
     source = recipe or found
     if source is None:
         raise WindfallError("this checkpoint has no recipe", where=checkpoint, fix="Give one with --recipe.")
@@ -276,11 +277,12 @@ def export(
     out: Annotated[
         Path | None, typer.Argument(metavar="OUT", help="Folder to create. Default: exports/STEP in the run's folder.")
     ] = None,
+    policy: Policy = "",
 ) -> None:
     """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
     from windfall.run.commands import export as exports
 
-    print(exports.export(run, out))
+    print(exports.export(run, out, policy))
 
 
 def generate(
@@ -296,12 +298,13 @@ def generate(
     ] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample only from the k most likely tokens. 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    policy: Policy = "",
 ) -> None:
     """Sample responses from a model. A single response is streamed."""
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path, _ = offline.find_checkpoint(model)
+    path, _ = offline.find_checkpoint(model, policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed)
 

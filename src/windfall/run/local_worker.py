@@ -81,12 +81,13 @@ class LocalWorker(OwnEngine):
             spec = msgspec.structs.replace(terms.spec, kv_dtype=self._kv_dtype)
             engine, self._slots = build_engine(spec, device, share=OWN_ENGINE_SHARE)
             puller = Puller(key=terms.weights_key, ssl=self._ssl(terms)) if part.several_machines else None
-            weights = PublishedWeights(part.publisher) if puller is None else PulledCopy(puller)
+            weights = PublishedWeights(part.policies[""].publisher) if puller is None else PulledCopy(puller)
             self._weights = weights
             self.engine = RankEngine(engine, self.turn, engine.model, weights.reading)
         else:
-            merged = part.weights.merged()
-            model = part.weights.model if merged is None else merged.module
+            trained = part.policies[""].weights  # several policies have no engine in the trainer
+            merged = trained.merged()
+            model = trained.model if merged is None else merged.module
             engine, self._slots = build_engine(terms.spec, device, model=model, share=OWN_ENGINE_SHARE)
             assert isinstance(self._weights, TrainerWeights)
             self.engine = TrainerEngine(

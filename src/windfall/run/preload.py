@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from windfall import algorithms
+from windfall import run_folder as folders
 from windfall.engine import factory
 from windfall.models import load
 from windfall.recipe.file import load_recipe
@@ -47,11 +48,14 @@ def preload_run(folder: str) -> None:
     import_modules()
     try:
         recipe = load_recipe(Path(folder) / "recipe.toml")
-        algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-        found = checkpoint.list_checkpoints(Path(folder) / "checkpoints")
-        where = found[-1] if found else Path(load.resolve(recipe.model.path))
-        if (where / "config.json").is_file():  # otherwise it is downloaded or converted first
-            build_empty(where)
+        for name in recipe.names():
+            view = recipe.of(name)
+            algorithms.make(view.algorithm.name, **view.algorithm.options)
+        for base in recipe.bases():
+            found = checkpoint.list_checkpoints(folders.policy_folder(Path(folder), base) / "checkpoints")
+            where = found[-1] if found else Path(load.resolve(recipe.of(base).model.path))
+            if (where / "config.json").is_file():  # otherwise it is downloaded or converted first
+                build_empty(where)
     except Exception:  # fault boundary: see above
         traceback.print_exc()
 

@@ -6,6 +6,7 @@ The trainer checks the rest when it has loaded the model.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 from windfall import algorithms
@@ -34,27 +35,50 @@ GENERATED_TRACE_S = 24 * 3600.0
 
 
 def check(recipe: Recipe) -> str:
-    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment, and about
+    the policies if there are several."""
     refuse_several(recipe.policies)
-    check_adapter(recipe)
+    for name in recipe.names():
+        check_adapter(recipe.of(name))
+        _check_group_size(recipe.of(name))
     if recipe.run.device.startswith("cuda"):
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    _check_group_size(recipe)
     _check_engine(recipe)
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
     trace_changes(recipe)
     require_tools(recipe.log.model_dump())
-    agent = f"{agents.check(recipe)}; " if is_agent(recipe) else ""
-    if agent and recipe.task_env is recipe.env:  # it has tasks of its own
-        return agent.removesuffix("; ")
+    found = [describe_bases(recipe)] if recipe.policies else []
+    if is_agent(recipe):
+        found.append(agents.check(recipe))
+    if is_agent(recipe) and recipe.task_env is recipe.env:  # it has tasks of its own
+        return "; ".join(found)
     host, o = recipe_host(recipe), recipe.rollout
     _, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
-    if agent:
+    if is_agent(recipe):
         agents.check_grader(recipe, host)
-    return f"{agent}{report}"
+    return "; ".join((*found, report))
+
+
+def describe_bases(recipe: Recipe) -> str:
+    """Which trainers a run with several policies has, and which models are in memory more than once.
+
+    >>> adapter = {"lora": {"rank": 8}}
+    >>> describe_bases(Recipe.model_validate({"policies": {"solver": {}, "verifier": adapter}}))
+    '2 trainers: solver (all weights of tiny), verifier (on tiny); 2 copies of tiny in memory'
+    >>> describe_bases(Recipe.model_validate({"policies": {"solver": adapter, "verifier": adapter}}))
+    '1 trainer: solver and verifier (on tiny)'
+    """
+    trainers, models = [], Counter[str]()
+    for base, names in recipe.bases().items():
+        view = recipe.of(base)
+        whole = recipe.policies[base].trained and view.train.lora is None
+        trainers.append(f"{' and '.join(names)} ({'all weights of' if whole else 'on'} {view.model.path})")
+        models[view.model.path] += 1
+    copies = [f"; {count} copies of {model} in memory" for model, count in models.items() if count > 1]
+    return f"{len(trainers)} trainer{'s' * (len(trainers) > 1)}: {', '.join(trainers)}{''.join(copies)}"
 
 
 def _check_engine(recipe: Recipe) -> None:

@@ -36,7 +36,8 @@ def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
     fixed = [str(c) for c in changes if c.verdict == "fixed"]
     if fixed:
         what = "\n  ".join(["these keys cannot change after a run has started:", *fixed])
-        new_run = f"windfall train RECIPE.toml --set model.path={folder / 'checkpoints' / 'step-...'}"
+        model = folders.policy_folder(folder, recipe.names()[0]) / "checkpoints" / "step-..."
+        new_run = f"windfall train RECIPE.toml --set model.path={model}"
         undo = f"Undo this with --set or in {folder / 'recipe.toml'}"
         fix = f"{undo}, or start a new run from a checkpoint of this one:\n{new_run}"
         raise WindfallError(what, where=str(folder), fix=fix)
@@ -50,10 +51,15 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
     if end is None or end["name"] != "end" or end.get("finished") is not True:
         return None
     step = end.get("step", 0)
-    path = folder / "checkpoints" / checkpoint.name(step)
-    if step < recipe.run.steps or not path.is_dir():
+    if step < recipe.run.steps:
         return None
-    checkpoint.check(path)
+    for name in recipe.names():
+        if not recipe.is_trained(name):
+            continue
+        found = checkpoint.list_checkpoints(folders.policy_folder(folder, name) / "checkpoints")
+        if not found or checkpoint.step_of(found[-1]) < recipe.run.steps:
+            return None
+        checkpoint.check(found[-1])
     return step
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from windfall import errors
@@ -84,13 +85,20 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
             log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})
 
 
+def _preparations(recipe: Recipe, folder: Path) -> Iterator[str]:
+    """What must be done before the models of the recipe can be loaded."""
+    for name in recipe.names():
+        view = recipe.of(name)
+        if view.train.lora is not None or not (folders.policy_folder(folder, name) / "checkpoints").is_dir():
+            yield load.preparation(view.model.path)
+
+
 def _run(recipe: Recipe, folder: Path, console: Console) -> None:
     for left in (*folder.glob(".*.failure"), *folder.glob(folders.FROZEN_TRAINER)):
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
-    loads_base = not (folder / "checkpoints").is_dir() or recipe.train.lora is not None
-    console.starting(load.preparation(recipe.model.path) if loads_base else "")
+    console.starting("; ".join(filter(None, dict.fromkeys(_preparations(recipe, folder)))))
     with console:
         try:
             done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))

@@ -2,7 +2,8 @@
 
     supervisor ─┬─ controller                              killed: restarted, continues from its journal
                 ├─ ranks of a trainer on several machines, which dial in (ranks/joined_ranks.py)
-                └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
+                └─ fork server (imported torch) ─┬─ trainers   one for each base, which is one without [policies];
+                                                 │             killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
     Ray, Kubernetes, SkyPilot, Slurm ── workers elsewhere      by their providers (worker_sources.py)
 
@@ -25,6 +26,8 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ from windfall.run.ranks.joined_ranks import JoinedRanks
 from windfall.run.ranks.rank_group import RankGroup
 from windfall.run.recipe_check import trace_changes
 from windfall.run.views.console import Console
-from windfall.trainer.ranks.rank_place import RankPlace, rank_devices
+from windfall.trainer.ranks.rank_place import RankPlace, trainer_devices
 from windfall.types import Lease
 
 BETWEEN_VERSIONS = 4
@@ -68,9 +71,10 @@ class Supervisor:
         """The event that ended the run."""
         self._stopping = self._join_shown = False
         self._controller: Handle | None = None
-        self._trainer: Handle | None = None
-        self._ranks: list[Handle] = []
-        """The trainer's ranks that this process has started."""
+        self._trainers: dict[str, Handle] = {}
+        """By base."""
+        self._ranks: dict[str, list[Handle]] = {}
+        """By base: the ranks of its trainer that this process has started."""
         self._joined: JoinedRanks | None = None
         """The ranks of a trainer on several machines."""
         self._workers: dict[str, Handle] = {}
@@ -79,16 +83,17 @@ class Supervisor:
         """Providers whose number of workers can be chosen, by name."""
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
+        self._trainer_places = trainer_devices(recipe, self._places)
         self._gpus = GpuAssignment(
             len(self._places),
-            trainer=len(rank_devices(recipe, self._places)),
+            trainer=len({place for places in self._trainer_places.values() for place in places if place.gpu}),
             workers=max(f.workers, f.workers_max) + nodes,
         )
         self._autoscaler = worker_sources.autoscaler(recipe)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
-        self._newest_step = 0
-        """The newest step completed since this process started."""
+        self._newest_steps: dict[str, int] = {}
+        """By policy: the newest step completed since this process started."""
 
     async def run(self) -> bool:
         """Returns True if the run is finished, False if it was stopped."""
@@ -114,10 +119,12 @@ class Supervisor:
         return bool(self._end and self._end.get("finished"))
 
     def _clear_bucket(self) -> None:
-        from windfall.weights.bucket import BucketFailed, bucket_of_run
+        from windfall.weights.bucket import BucketFailed, bucket_of_policy, bucket_of_run
 
         try:
-            bucket_of_run(self.recipe.weights.bucket, self.recipe.run.name, self._token).clear()
+            store = bucket_of_run(self.recipe.weights.bucket, self.recipe.run.name, self._token)
+            for name in self.recipe.names():
+                bucket_of_policy(store, name).clear()
         except (BucketFailed, WindfallError) as e:
             self._console.notice(f"weights may be left in the bucket: {e}")
 
@@ -130,13 +137,16 @@ class Supervisor:
             )
             return self._controller
 
-        async def trainer() -> Handle:
-            self._trainer = await self._start_trainer(fork_client, environment)
-            return self._trainer
+        async def trainer(base: str) -> Handle:
+            self._trainers[base] = await self._start_trainer(base, fork_client, environment)
+            return self._trainers[base]
 
         providers = await self._providers(fork_client, environment)  # first: this can fail, and nothing is started yet
         tasks = [
-            asyncio.create_task(self._keep_running("trainer", trainer)),
+            *(
+                asyncio.create_task(self._keep_running(folders.trainer_role(base), partial(trainer, base)))
+                for base in self.recipe.bases()
+            ),
             asyncio.create_task(self._watch()),
             *(asyncio.create_task(p.run()) for p in providers),
         ]
@@ -154,37 +164,40 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
-    async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
-        """Start all ranks of the trainer. They meet at a place whose name was never used before."""
-        (self.folder / ".trainer.failure").unlink(missing_ok=True)
+    async def _start_trainer(self, base: str, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
+        """Start all ranks of the trainer of a base. They meet at a place whose name was never used before."""
+        role = folders.trainer_role(base)
+        (self.folder / f".{role}.failure").unlink(missing_ok=True)
         if self._joined is not None:
             return await self._joined.start()
-        for met in self.folder.glob(".ranks-*"):
+        for met in self.folder.glob(f".ranks-{role}.*"):
             met.unlink(missing_ok=True)
-        places = rank_devices(self.recipe, self._places)
-        sharded = len(places) > 1 or self.recipe.train.offload
-        meeting = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}" if sharded else ""
+        places, trained = self._trainer_places[base], self.recipe.is_trained(base)
+        sharded = len(places) > 1 or (self.recipe.train.offload and trained)
+        meeting = f"file://{self.folder.resolve()}/.ranks-{role}.{os.urandom(8).hex()}" if sharded else ""
         started: list[Handle] = []
         try:
             for number, device in enumerate(places):
                 rank = RankPlace(
-                    rank=number, size=len(places), local_rank=number, local_size=len(places), rendezvous=meeting
-                )
+                    rank=number, size=len(places), local_rank=number, local_size=len(places), rendezvous=meeting,
+                    base=base,
+                )  # fmt: skip
                 env = device.environment(environment | rank.environment())
-                argv, log = ["windfall", "_trainer", str(self.folder)], self.folder / f"{rank.name}.log"
+                argv, log = ["windfall", "_trainer", str(self.folder), base], self.folder / f"{rank.name}.log"
                 started.append(await fork_client.start(name=rank.name, argv=argv, env=env, log=log))
         except BaseException:  # raised again: no rank may be left
             for handle in started:
                 handle.kill()
             raise
-        self._ranks = started
+        self._ranks[base] = started
         return started[0] if len(started) == 1 else RankGroup(started)
 
     async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
-        """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
+        """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. A
         trainer is also restarted when it fails, but not after an error that the user must fix (2). The run ends if
         restarts bring no progress (liveness.py)."""
         handle, failures, kills = None, liveness.failures(), liveness.kills()
+        trains = role != "controller"
         try:
             while not self._stopping:
                 try:
@@ -193,12 +206,12 @@ class Supervisor:
                     how = describe_exit(code)
                 except OSError as e:  # the fork server died together with its children, or it took too long
                     code, how = -signal.SIGKILL, f"could not be started: {e}"
-                if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
+                if (code == 0 and not trains) or (code <= 0 and self._stopping):
                     return
                 who = handle.cause if isinstance(handle, RankGroup) else role
-                crashed = role == "trainer" and -code in liveness.CRASHES
-                if crashed or (code > 0 and not (role == "trainer" and code == BETWEEN_VERSIONS)):
-                    delay_s = failures.restart_delay_s(self._newest_step) if role == "trainer" and code != 2 else None
+                crashed, steps = trains and -code in liveness.CRASHES, sum(self._newest_steps.values())
+                if crashed or (code > 0 and not (trains and code == BETWEEN_VERSIONS)):
+                    delay_s = failures.restart_delay_s(steps) if trains and code != 2 else None
                     error = folders.failure(self.folder, role, code, who)
                     if delay_s is None:
                         raise failures.final_error(error)
@@ -206,7 +219,7 @@ class Supervisor:
                     self._console.notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
                 else:
-                    delay_s = kills.restart_delay_s(self._newest_step)
+                    delay_s = kills.restart_delay_s(steps)
                     if delay_s is None:
                         log = self.folder / f"{who}.log"
                         fix = "Check the free memory of this machine, and whether something kills its processes."
@@ -215,7 +228,7 @@ class Supervisor:
                 await asyncio.sleep(delay_s)
         finally:
             if handle is not None and handle.running:
-                await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
+                await asyncio.shield(handle.terminate(0.0 if trains else 3.0))
 
     async def _watch(self) -> None:
         """Kill controllers, trainers and workers that are frozen, so that they are restarted; and autoscale."""
@@ -223,7 +236,8 @@ class Supervisor:
         missing = liveness.Unchanged[str](liveness.MISSING_S)
         while True:
             await asyncio.sleep(liveness.CHECK_S)
-            started = {h.pid: h for h in (self._controller, *self._ranks) if h is not None and h.running}
+            ranks = chain.from_iterable(self._ranks.values())
+            started = {h.pid: h for h in (self._controller, *ranks) if h is not None and h.running}
             snapshot, controller = folders.read_json(self.folder / "fleet.json"), self._controller
             pid = controller.pid if controller is not None and controller.running else None
             frozen = {*silent.update(liveness.pulse(pid, snapshot)), *stopped.update(process.stopped(started))}
@@ -252,17 +266,17 @@ class Supervisor:
             self._scaled[source].target(wanted)
 
     def _kill_frozen_trainer(self) -> None:
-        """Kill the trainer if the controller has reported it as frozen. Only a process that we started is killed: by
+        """Kill a trainer if the controller has reported it as frozen. Only a process that we started is killed: by
         now, the reported pid may belong to another process."""
         path = self.folder / folders.FROZEN_TRAINER
         report = folders.read_json(path)
         if report is None:
             return
-        trainer = self._trainer
-        first = trainer.ranks[0] if isinstance(trainer, RankGroup) else trainer
-        if trainer is not None and first is not None and trainer.running and first.pid == report.get("pid"):
-            self._console.notice("the trainer does not respond; killing it")
-            trainer.kill()
+        for base, trainer in self._trainers.items():
+            first = trainer.ranks[0] if isinstance(trainer, RankGroup) else trainer
+            if trainer.running and first.pid == report.get("pid"):
+                self._console.notice(f"the {folders.trainer_role(base)} does not respond; killing it")
+                trainer.kill()
         path.unlink(missing_ok=True)
 
     async def _providers(self, fork_client: ForkClient, environment: dict[str, str]) -> list[Provider]:
@@ -367,7 +381,8 @@ class Supervisor:
         if event["name"] == "end":
             self._end = event
         if (event["kind"], event["name"]) == ("scalar", "step"):
-            self._newest_step = max(self._newest_step, event.get("step", 0))
+            policy = event.get("policy", "")
+            self._newest_steps[policy] = max(self._newest_steps.get(policy, 0), event.get("step", 0))
         if event["name"] == "stopping" and not self._stopping:
             return  # the controller is stopped because of an error, which is shown at the end
         try:

@@ -30,8 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
@@ -62,10 +64,17 @@ def name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """
+    >>> step_of(Path("checkpoints") / name(40))
+    40
+    """
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in the folder, oldest first. Their files are not verified."""
-    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(found)]
+    return sorted((p for p in folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +83,10 @@ class VerifiedCheckpoint:
     state: CheckpointState
 
 
-def newest(folder: Path, *, optimizer: bool = True) -> VerifiedCheckpoint | None:
+def newest(folder: Path, *, optimizer: bool = True, at_most: int | None = None) -> VerifiedCheckpoint | None:
     """The newest checkpoint, after its files were verified; None if there is none. `optimizer`: verify the optimizer's
-    state, too."""
-    found = list_checkpoints(folder)
+    state, too. `at_most`: the last step that counts."""
+    found = [path for path in list_checkpoints(folder) if at_most is None or step_of(path) <= at_most]
     if not found:
         return None
     check(found[-1], optimizer=optimizer)
@@ -106,12 +115,13 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> None:
         raise DamagedCheckpoint(checkpoint, STATE, why)
 
 
-def latest(run: Path) -> VerifiedCheckpoint:
-    """The newest checkpoint of a run, for reading only."""
-    found = newest(run / "checkpoints", optimizer=False)
+def latest(run: Path, policy: str = "") -> VerifiedCheckpoint:
+    """The newest checkpoint of a run, or of one of its policies if it has several, for reading only."""
+    folder = folders.policy_folder(run, policy)
+    found = newest(folder / "checkpoints", optimizer=False)
     if found is None:
         fix = "Start the run again with `windfall train`."
-        raise WindfallError("no checkpoint in this run", where=str(run), fix=fix)
+        raise WindfallError(f"no checkpoint in this {'policy' if policy else 'run'}", where=str(folder), fix=fix)
     return found
 
 
@@ -150,6 +160,13 @@ def save(
         old.rename(removed)
         shutil.rmtree(removed)
     return final
+
+
+def no_optimizer(path: Path) -> None:
+    """Writes the state of the optimizer of a policy that is not trained."""
+    from safetensors.numpy import save_file
+
+    save_file({"updates": np.zeros((), np.int64)}, path)
 
 
 def _write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from windfall.envs.prompt_lengths import agent_prompts, fit, is_agent, prompt_le
 from windfall.free_memory import free_bytes
 from windfall.link import messages as m
 from windfall.models.text import Text
+from windfall.recipe.lora import DEFAULT_RANK, Lora
 from windfall.recipe.sections import Recipe
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks import rank_budget
+from windfall.weights import adapter_folder
 
 OWN_ENGINE_SHARE = 0.3
 """Share of the free memory that the KV cache of an engine on the trainer's device may use."""
@@ -78,6 +80,33 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     )
 
 
+def base_spec(
+    recipe: Recipe, names: Sequence[str], model_config: Any, dtype: str, longest: Mapping[str, int]
+) -> m.EngineSpec:
+    """What a worker needs to build an engine for all policies of a base. `longest`: of each, in tokens.
+
+    Adapters are beside each other in the engine if there are several policies. A deterministic run with [policies]
+    computes with one adapter in the same way, so that an adapter gives the same bits alone and beside others."""
+    specs = [spec(recipe.of(name), model_config, dtype, longest[name]) for name in names]
+    sections = [lora for name in names if (lora := recipe.of(name).train.lora) is not None]
+    beside = len(names) > 1 or bool(recipe.policies and sections and recipe.run.deterministic)
+    return msgspec.structs.replace(
+        specs[0],
+        longest=max(each.longest for each in specs),
+        wanted=sum(each.wanted for each in specs),
+        samplings=tuple(dict.fromkeys(sampling for each in specs for sampling in each.samplings)),
+        adapters=len(names) if beside else 0,
+        adapter_rank=max(map(rank_of, sections), default=0) if beside else 0,
+    )
+
+
+def rank_of(section: Lora) -> int:
+    """The rank of an adapter, which may be that of an existing one."""
+    if section.path is not None:
+        return adapter_folder.read_config(section.path).rank
+    return section.rank or DEFAULT_RANK
+
+
 def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
     """The spec with the result of the self-test added, so that workers do not have to repeat it. Raises WindfallError
     for a model that the engine or the trainer would compute differently from transformers, before any worker starts."""
@@ -113,11 +142,17 @@ def derive(
     *,
     ranks: int = 1,
     sharded: bool = False,
+    beside: Sequence[Lora] = (),
 ) -> Derived:
-    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
+    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later.
+    `beside`: adapters of other policies that the same process trains."""
+    from windfall.trainer.model.lora import trained_parameters
+
     c, o = model.config, recipe.rollout
     longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
-    pack = _pack_tokens(recipe, model, longest, ranks, sharded) if device == "cuda" else max(longest, 4096)
+    others = sum(trained_parameters(model, section) for section in beside)
+    used = lambda free: memory_use(recipe, model, free, ranks=ranks, sharded=sharded, beside=others)  # noqa: E731
+    pack = _pack_tokens(recipe, model, longest, used) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
@@ -132,11 +167,10 @@ def derive(
     )
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: bool) -> int:
-    """Tokens per pack that fit into the GPU memory left by everything else."""
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, used: Callable[[float], float]) -> int:
+    """Tokens per pack that fit into the GPU memory left by everything else. `used`: from free bytes to bytes in use."""
     c, free = model.config, free_bytes("cuda")
-    used = memory_use(recipe, model, free, ranks=ranks, sharded=sharded)
-    free = (free - used) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
+    free = (free - used(free)) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size,
@@ -149,14 +183,16 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int, sharded: 
     return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
 
 
-def memory_use(recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False) -> float:
+def memory_use(
+    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, beside: int = 0
+) -> float:
     """GPU memory that the trainer, or each of its ranks, will need besides activations and the layers that are
     gathered. `free`: bytes of free GPU memory. Unsharded, the weights are on the GPU already; sharded, no weight is
-    there yet, and with `train.offload` none stays there."""
+    there yet, and with `train.offload` none stays there. `beside`: parameters of adapters of other policies."""
     from windfall.trainer.model.lora import trained_parameters
 
     width, section, kl, local = model.dtype.itemsize, recipe.train.lora, recipe.algorithm.kl > 0, recipe.fleet.local
-    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
+    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section) + beside
     if not sharded:
         # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves.
         # Then the KL reference; with adapters there is none, but merged copies for the trainer's own engine.

@@ -8,8 +8,8 @@ of the gradient needs the other ranks: all of them clip by the same norm, or ski
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +29,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     def __init__(
         self,
-        model: Any,
+        weights: Mapping[str, Tensor],
         options: Train,
         total_updates: int,
         *,
         ranks: TrainerRanks | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype`: the one that a sharded model computes in."""
+        """`weights`: those that are trained, by the names under which their state is saved. `dtype`: the one that a
+        sharded model computes in."""
         self.options = options
         self.total_updates = total_updates
         self.updates = 0
         self.ranks = ranks or TrainerRanks.alone()
         self.dtype = dtype
-        self.gradients = Gradients(model)
-        self._model = self.gradients.weights
+        self.gradients = Gradients(weights)
+        self._model = weights
         self._master: dict[str, Tensor] = {}
         """The tensors that AdamW updates, with their gradients: in sharded training the rows of this rank."""
         for name, p in self._model.items():

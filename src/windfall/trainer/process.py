@@ -1,4 +1,8 @@
-"""The trainer's processes. Rank 0 is the main one: model, optimizer, checkpoints, and the weight server.
+"""The processes of a trainer. Rank 0 is the main one: model, optimizer, checkpoints, and the weight server.
+
+A run has a trainer for each base (`Recipe.bases`). It trains one policy, or the adapters of several, which share a
+module, a thread for tensors and a weight server; each has a link of its own to the controller (service.py). If one of
+them ends, the process ends: all policies of the base continue from their last checkpoints.
 
 Rank 0 loads the model, chooses what the recipe leaves open, and gives the order to build; the other ranks (`follow`)
 wait for it, build their part, and follow its orders from then on.
@@ -17,11 +21,10 @@ import asyncio
 import os
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +42,34 @@ from windfall.processes import process
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, derived, trained_weights
+from windfall.trainer.model.logprobs import PolicyModule
+from windfall.trainer.policy_part import PolicyPart
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.service import EngineTerms, NotTrained, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
-from windfall.weights import buffers
-from windfall.weights.bucket import BucketStore, bucket_of_run
+from windfall.weights.bucket import BucketStore, bucket_of_policy, bucket_of_run
+from windfall.weights.held_files import HeldFiles, JoinedFiles
 from windfall.weights.meeting import PublishFailed
 from windfall.weights.publish import Publisher
 from windfall.weights.serve import serve, serve_in_thread
 from windfall.weights.uploads import BucketUploads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySetup:
+    """What rank 0 tells the others about a policy."""
+
+    micro_tokens: int
+    checkpoint: Path | None = None
+    """The checkpoint to continue from. Ranks on other machines cannot open it."""
+    adapter: Any = None
+    """The AdapterConfig of its adapters, or None if it has none."""
+    frozen: bool = False
+    """Whether it is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +78,9 @@ class Setup:
 
     model_config: Any
     dtype: str
-    micro_tokens: int
     checkpoint_activations: bool
-    checkpoint: Path | None
-    """The checkpoint to continue from. Ranks on other machines cannot open it."""
-    adapter: Any
-    """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
+    policies: dict[str, PolicySetup]
     bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
@@ -100,19 +114,12 @@ def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:
 class RankPart:
     """One rank's part of the trainer. All ranks run its public methods together."""
 
-    trainer: TorchTrainer
-    publisher: Publisher
-    weights: TrainedWeights
-    published: m.PublishedFiles
-    """What workers can read."""
+    policies: dict[str, PolicyPart]
+    """By name, those that are trained first."""
     address = ""
     """Of its weight server, on the first rank of a machine."""
     pids: list[int]
     """Processes of all ranks, in order."""
-    uploads: BucketUploads | None = None
-    """To the bucket, by the first rank of each machine."""
-    report: Callable[[m.Uploaded], None]
-    """Called after each upload, by any thread. By default, rank 0 reports it when the next version is published."""
 
     def __init__(
         self,
@@ -121,97 +128,96 @@ class RankPart:
         orders: Orders,
         *,
         place: RankPlace | None = None,
-        loaded: TrainedWeights | None = None,
+        loaded: Mapping[str, TrainedWeights] | None = None,
         reference: Any = None,
     ) -> None:
-        """Rank 0 passes the weights and the reference that it has loaded."""
+        """Rank 0 passes the weights of the policies and the reference model that it has loaded."""
         self.recipe = recipe
         self.folder = folder
         self.orders = orders
         self.ranks = orders.ranks
         self.place = place or RankPlace()
-        self._loaded = loaded
+        self._loaded = loaded or {}
         self._reference = reference
-        self._reports: deque[m.Uploaded] = deque()
-        self.report = self._reports.append
+        self.policies = {}
         self.engine = OwnEngine()
         """The engine of this rank. The rank has its turn while it follows an order."""
         orders.add(self)
 
     def build(self, setup: Setup) -> None:
-        recipe, ranks = self.recipe, self.ranks
+        ranks, reference = self.ranks, self._reference
         torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
+        views = {name: self.recipe.of(name) for name in setup.policies}
         if ranks.distributed:
-            model, self.weights, reference = _shard(recipe, setup, ranks, self._loaded, self._reference)
+            model, found, reference = _shard(views, setup, ranks, self._loaded, reference)
         else:
-            assert self._loaded is not None
-            model, self.weights, reference = self._loaded.model, self._loaded, self._reference
-        self.trainer = TorchTrainer(
-            model,
-            algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            recipe,
-            micro_tokens=setup.micro_tokens,
-            reference=reference,
-            orders=self.orders,
-        )
-        self.publisher = Publisher(
+            found = dict(self._loaded)
+            model = next(iter(found.values())).model
+        model = PolicyModule(model) if not isinstance(model, PolicyModule) else model
+        for name, view in views.items():
+            self.policies[name] = self._build_policy(name, view, setup, model, found[name], reference)
+        if self.place.machine and self.place.local_rank == 0:
+            self.address = serve_weights(self.files, self.recipe, self.place.host)
+        has_graph = any(part.trainer.learner.has_graph for part in self.policies.values() if part.trainer is not None)
+        if setup.checkpoint_activations and has_graph:
+            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, part in self.policies.items():
+            if part.trainer is not None and (path := setup.policies[name].checkpoint) is not None:
+                part.trainer.restore_optimizer(path / checkpoint.OPTIMIZER)
+        self.pids = ranks.all_gather(os.getpid())
+
+    def _build_policy(
+        self, name: str, view: Recipe, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any
+    ) -> PolicyPart:
+        ranks, trainer = self.ranks, None
+        if self.recipe.is_trained(name):
+            trainer = TorchTrainer(
+                model,
+                algorithms.make(view.algorithm.name, **view.algorithm.options),
+                view,
+                micro_tokens=setup.policies[name].micro_tokens,
+                reference=(weights.adapters or reference) if view.algorithm.kl else None,
+                orders=self.orders,
+                adapters=weights.adapters,
+            )
+        publisher = Publisher(
             self.folder,
             ranks=ranks.quick,
             dtype=setup.dtype if ranks.distributed else None,
             on_machine=f"machine {ranks.machine}",
-            read_here=ranks.distributed and recipe.fleet.local and not self.several_machines,
+            read_here=ranks.distributed and view.fleet.local and not self.several_machines,
+            beside=next((part.publisher for part in self.policies.values()), None),
         )
-        if self.place.machine and self.place.local_rank == 0:
-            self.address = serve_weights(self.publisher, recipe, self.place.host)
+        part = PolicyPart(name=name, recipe=view, weights=weights, trainer=trainer, publisher=publisher)
+        part.copy_of = (self.recipe.policies[name].copy_of if name else "") or None
         if setup.bucket and self.place.local_rank == 0:
-            store = BucketStore(recipe.weights.bucket, setup.bucket)
-            self.uploads = BucketUploads(store, lambda done: self.report(done), first=self.place.rank == 0)
-        if setup.checkpoint_activations and self.trainer.learner.has_graph:
-            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if setup.checkpoint is not None:
-            self.trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
-        self.pids = ranks.all_gather(os.getpid())
+            store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
+            part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
+        return part
+
+    @property
+    def files(self) -> HeldFiles:
+        """What this rank serves."""
+        return JoinedFiles(part.publisher.files for part in self.policies.values())
 
     @property
     def several_machines(self) -> bool:
         return self.place.local_size < self.place.size
 
-    def publish(self, version: int, order: m.Publish) -> Any:
-        """Publish the present weights as this version. Returns their manifest."""
-        manifest = self.weights.publish(self.publisher, version, copied=self.engine.release, pack=order.pack)
-        mine = m.HolderFiles(location=self.address, holds=self.publisher.files.describe(), machine=buffers.machine())
-        holders = tuple(each for each in self.ranks.quick.all_gather(mine) if each.holds)
-        self._upload(order.keep)
-        bucket = ""
-        if self.uploads is not None:
-            bucket = self.uploads.store.location
-            holders = (*holders, m.HolderFiles(location=bucket, holds=self.uploads.holds()))
-        files = {holding.file.digest: holding.file for each in holders for holding in each.holds}
-        self.published = m.PublishedFiles(
-            version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
-        )
+    def publish(self, policy: str, version: int, order: m.Publish) -> Any:
+        """Publish the present weights of a policy as this version. Returns their manifest."""
+        part = self.policies[policy]
+        begins = part.publisher.current is None
+        for copy in self.policies.values():
+            if copy.copy_of == policy:  # while the weights belong to a version
+                copy.follow(part)
+        manifest = part.publish(version, order, self.ranks, address=self.address, copied=self.engine.release)
+        if begins and part.copy_of is not None:  # it began with an older version; no policy has been updated yet
+            part.follow(self.policies[part.copy_of])
         return manifest
 
-    def upload_again(self, files: Collection[str]) -> None:
-        """Replace files that are damaged in the bucket, or upload the newest version as a copy instead of them."""
-        held = self.uploads.holds() if self.uploads is not None else ()
-        self._upload([each.file.digest for each in held], files)
-
-    def _upload(self, keep: Collection[str], wrong: Collection[str] = ()) -> None:
-        """Upload the newest version to the bucket, if there is one. All machines upload the same files."""
-        if not self.recipe.weights.bucket:
-            return
-        unfinished = self.uploads.unfinished() if self.uploads is not None else {}
-        reports = [self._reports.popleft() for _ in range(len(self._reports))]
-        machines, reported = zip(*self.ranks.quick.all_gather((unfinished, reports)), strict=True)
-        if self.ranks.first:
-            for done in chain.from_iterable(reported):
-                self.report(done)
-        if self.uploads is not None:
-            newest, base = self.publisher.readable[0].held, self.publisher.base
-            assert newest is not None
-            delta, base = self.publisher.delta, base and base.held
-            self.uploads.publish(newest, delta, base=base, keep=keep, wrong=wrong, machines=machines)
+    def upload_again(self, policy: str, files: Collection[str]) -> None:
+        self.policies[policy].upload_again(files, self.ranks)
 
     def build_engine(self, terms: EngineTerms) -> None:
         """Build the engines of the ranks on the machine of rank 0, at the same time: a rank that builds cannot train,
@@ -220,34 +226,41 @@ class RankPart:
             self.engine.build(terms)
         self.ranks.barrier()
 
-    def collect(self) -> Any:
+    def collect(self, policy: str) -> Any:
         """See trained_weights.collect."""
-        return trained_weights.collect(self.publisher, self.ranks)
+        return trained_weights.collect(self.policies[policy].publisher, self.ranks)
+
+    def close(self) -> None:
+        """Withdraw all versions; the base, which belongs to the first policy, as the last file."""
+        for part in reversed(self.policies.values()):
+            part.close()
 
 
 MakeEngine = Callable[[RankPart], OwnEngine]
 
 
 def _shard(
-    recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
-) -> tuple[Any, TrainedWeights, Any]:
-    """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
-    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
-    weights: list[TrainedWeights] = []
+    views: Mapping[str, Recipe], setup: Setup, ranks: Any, loaded: Mapping[str, TrainedWeights], reference: Any
+) -> tuple[Any, dict[str, TrainedWeights], Any]:
+    """The module of all ranks, what of it each policy trains, and the reference model of the KL penalty, if any."""
+    first = next(iter(views.values()))
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": first.train.offload}
+    weights: dict[str, TrainedWeights] = {}
 
     def attach(model: Any) -> None:
         # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
-        adapters = trained_weights.attach_empty(model, setup.adapter) if setup.adapter is not None else None
-        weights.append(TrainedWeights(model=model, adapters=adapters))
+        for name, own in setup.policies.items():
+            adapters = trained_weights.attach_empty(model, own.adapter, name) if own.adapter is not None else None
+            weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=own.frozen)
+            if adapters is not None and own.frozen:
+                adapters.freeze()
 
-    source = None if loaded is None else _tensors(loaded.model)
+    source = _tensors(next(iter(loaded.values())).model) if loaded else None
     policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
-    if recipe.algorithm.kl and weights[0].adapters is not None:
-        reference = weights[0].adapters
-    elif recipe.algorithm.kl:
+    if first.algorithm.kl and not any(each.adapters for each in weights.values()):
         source = None if reference is None else _tensors(reference)
         reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
-    return policy, weights[0], reference
+    return policy, weights, reference
 
 
 def _tensors(model: Any) -> Mapping[str, Any]:
@@ -267,10 +280,10 @@ def follow(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
         if recipe.fleet.local:
             part.engine = make_engine(part)
         try:  # TorchTrainer's methods compute; those of RankPart only read the weights.
-            orders.follow(lambda kind: part.engine.trainer_works(room=kind is TorchTrainer))
+            orders.follow(lambda target: part.engine.trainer_works(room=isinstance(target, TorchTrainer)))
         finally:
-            if part.uploads is not None:
-                part.uploads.close()
+            for policy in part.policies.values():
+                policy.stop_uploads()
         return 0
 
     return run_rank(folder, place, run)
@@ -278,29 +291,29 @@ def follow(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
 def run_rank(folder: Path, place: RankPlace, work: Callable[[], int]) -> int:
     """Returns the exit status of `work`. If it fails, the error is recorded in the folder."""
-    log, who = folder / f"{place.name}.log", f"rank {place.rank}" if place.rank else "the trainer"
+    log, who = folder / f"{place.name}.log", f"rank {place.rank}" if place.rank else f"the {place.role}"
     try:
         return work()
     except WindfallError as e:
-        return folders.fail(folder, "trainer", e, 2, first=place.rank > 0)
+        return folders.fail(folder, place.role, e, 2, first=place.rank > 0)
     except (RankLost, PublishFailed) as e:
         print(f"{who} ends: {e}", file=sys.stderr, flush=True)
         if not place.rank:  # the rank that was lost may have recorded why
             traceback.print_exc()
-            folders.fail(folder, "trainer", crashed(who, e, log), first=True)
+            folders.fail(folder, place.role, crashed(who, e, log), first=True)
         return RANK_LOST
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
         if (denied := errors.file_system_error(e, folder)) is not None:
-            return folders.fail(folder, "trainer", denied, 2, first=True)
-        return folders.fail(folder, "trainer", crashed(who, e, log), first=True)
+            return folders.fail(folder, place.role, denied, 2, first=True)
+        return folders.fail(folder, place.role, crashed(who, e, log), first=True)
 
 
-def serve_weights(publisher: Publisher, recipe: Recipe, host: str) -> str:
+def serve_weights(files: HeldFiles, recipe: Recipe, host: str) -> str:
     """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
     f = recipe.fleet
     server = serve_in_thread(
-        publisher.files,
+        files,
         host=f.host if f.host in ALL_INTERFACES else host,
         port=f.weights_port,
         key=os.environ[WEIGHTS_KEY],
@@ -324,7 +337,7 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
     def run() -> int:
         recipe = load_recipe(folder / "recipe.toml")
-        with folders.owned(folder, "trainer", timeout_s=10.0):
+        with folders.owned(folder, place.role, timeout_s=10.0):
             return asyncio.run(errors.guard(_main(recipe, folder, place, make_engine)))
 
     return run_rank(folder, place, run)
@@ -332,127 +345,188 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
     device, dtype = choose_device(recipe, place)
+    if not recipe.is_trained(place.base):  # then none is: the weights are only read
+        device = "cpu"
     orders = join(recipe, place, device)
     loaded = await _load(recipe, folder, place, device, dtype)
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
-    part = RankPart(recipe, folder, orders, place=place, loaded=loaded.weights, reference=loaded.reference)
+    weights = {name: each.weights for name, each in loaded.policies.items()}
+    part = RankPart(recipe, folder, orders, place=place, loaded=weights, reference=loaded.reference)
     _build(loaded, part, token)
     listener.raise_file_limit()
-    server = await serve(
-        part.publisher.files, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
-    )
+    port = f.weights_port + list(recipe.bases()).index(place.base) if f.weights_port else 0
+    server = await serve(part.files, host=f.host, port=port, key=auth.weights_key(token), ssl=tls.server_context(f))
     part.address = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
-    where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
-    dialer = Dialer(
-        address,
-        "/trainer",
-        m.ToTrainer,
-        ssl=tls.client_context(address, pinned=f.tls_cert),
-        max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
-    )
     if f.local:
         part.engine = make_engine(part)
     terms = EngineTerms(
         spec=loaded.engine, url=address, secret=secret, weights_key=auth.weights_key(token), folder=folder.resolve()
     )
-    host = TrainerService(
-        trainer=part.trainer,
-        state=loaded.state,
-        secret=secret,
-        dialer=dialer,
-        hello=_hello(loaded, part),
-        engine=part.engine,
-        publish=lambda version, order: orders.call(part.publish, version, order),
-        weights=lambda: part.published,
-        upload_again=lambda files: orders.call(part.upload_again, files),
-        save=lambda now: _save(loaded, part, now),
-        load=partial(trained_weights.load_into, loaded.weights.model, part.trainer) if loaded.can_load else cannot_load,
-        address=where,
-    )
+    services: list[TrainerService] = []
     try:
-        part.report = host.tell
-        return await run_beside(host.run(), part.engine.run(host, terms))
+        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
+            for name in part.policies:
+                dialer = Dialer(
+                    address,
+                    "/trainer",
+                    m.ToTrainer,
+                    ssl=tls.client_context(address, pinned=f.tls_cert),
+                    max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
+                )
+                options = {"dialer": dialer, "secret": secret, "threads": threads, "engine": part.engine}
+                services.append(_service(loaded, part, name, address=address, **options))
+            return await run_beside([each.run() for each in services], part.engine.run(services[0], terms))
     finally:
-        if part.uploads is not None:
-            part.uploads.close()
-        await dialer.close()
+        for each in services:
+            await each.dialer.close()
         await server.close()
-        part.publisher.close()
+        part.close()
+
+
+def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **options: Any) -> TrainerService:
+    """The service of a policy. `address`: of the controller when the trainer started."""
+    own, policy, orders, folder = loaded.policies[name], part.policies[name], part.orders, part.folder
+    original = policy.copy_of and part.policies[policy.copy_of]
+    save = partial(_save, loaded, part, name)
+
+    def publish(version: int, order: m.Publish) -> Any:
+        manifest = orders.call(part.publish, name, version, order)
+        if original and version:  # nobody else would know again which version the copy is
+            save(CheckpointState(step=version, next_task=0))
+        return manifest
+
+    service = TrainerService(
+        trainer=policy.trainer or NotTrained(name),
+        state=own.state,
+        hello=_hello(loaded, part, name),
+        publish=publish,
+        weights=lambda: policy.published,
+        upload_again=lambda files: orders.call(part.upload_again, name, files),
+        save=save,
+        load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if loaded.can_load else cannot_load,
+        address=lambda: (folders.address(folder) or {}).get("url", address),
+        original=(lambda: original.published.version) if original else None,
+        **options,
+    )
+    policy.report = service.tell
+    return service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedRun:
-    """What rank 0 has loaded, and chosen where the recipe leaves it open."""
+class LoadedPolicy:
+    """What rank 0 has loaded of a policy, and chosen where the recipe leaves it open."""
 
-    sharded: bool
     tokenizer: Any
     weights: TrainedWeights
-    reference: Any
     checkpoint: Path | None
     state: CheckpointState
     chosen: derived.Derived
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedBase:
+    """A base with all its policies."""
+
+    sharded: bool
+    model: Any
+    reference: Any
+    """The model of the KL penalty, if all weights are trained."""
     engine: m.EngineSpec
+    policies: dict[str, LoadedPolicy]
 
     @property
     def can_load(self) -> bool:
         """Whether a checkpoint can be loaded into the module while the trainer runs."""
-        return not self.sharded and self.weights.adapters is None
+        return not self.sharded and not any(p.weights.adapters or p.weights.frozen for p in self.policies.values())
 
 
-async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dtype: str) -> LoadedRun:
-    """Load the newest checkpoint, or else the model of the recipe. Sharded, it is loaded into host memory."""
-    sharded = bool(place.rendezvous)
-    found = checkpoint.newest(folder / "checkpoints")
-    where = "cpu" if sharded else device
-    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where)
+async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dtype: str) -> LoadedBase:
+    """Load the newest checkpoint of every policy, or else what the recipe names. Sharded, the model is loaded into host
+    memory."""
+    sharded, names = bool(place.rendezvous), recipe.bases()[place.base]
+    views = {name: recipe.of(name) for name in names}
+    found = {name: _newest(recipe, folder, name) for name in names}
+    first, where = views[place.base], "cpu" if sharded else device
+    model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where)
     if device == "cpu":
         devices.choose_matmul_library()
-    tokenizer = load.load_tokenizer(str(found.path) if found else recipe.model.path)
-    tokenizer.save_pretrained(folder / "tokenizer")  # for the controller, which reads it without torch
-    model.generation_config.save_pretrained(folder / "tokenizer")
-    prompts = await derived.planned_prompts(recipe, folder, tokenizer, model)
-    chosen = derived.derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
-    engine = derived.checked(derived.spec(recipe, model.config, dtype, chosen.longest), device, model)
-    weights = trained_weights.prepare(model, recipe, found, dtype=dtype)
-    return LoadedRun(
-        sharded=sharded,
-        tokenizer=tokenizer,
-        weights=weights,
-        reference=weights.reference(recipe, dtype=dtype, device=where) if recipe.algorithm.kl else None,
-        checkpoint=found.path if found else None,
-        state=found.state if found else CheckpointState(step=0, next_task=0),
-        chosen=chosen,
-        engine=engine,
-    )
+    tokenizers, chosen = {}, {}
+    for name, view in views.items():
+        begins = found[name]
+        tokenizers[name] = load.load_tokenizer(str(begins.path) if begins else view.model.path)
+        written = folders.policy_folder(folder, name) / "tokenizer"  # for the controller, which reads it without torch
+        written.parent.mkdir(parents=True, exist_ok=True)
+        tokenizers[name].save_pretrained(written)
+        model.generation_config.save_pretrained(written)
+        prompts = await derived.planned_prompts(view, folder, tokenizers[name], model)
+        others = [other.train.lora for n, other in views.items() if n != name and other.train.lora is not None]
+        chosen[name] = derived.derive(
+            view, model, device, dtype, prompts, ranks=place.size, sharded=sharded, beside=others
+        )
+    longest = {name: each.longest for name, each in chosen.items()}
+    engine = derived.checked(derived.base_spec(recipe, names, model.config, dtype, longest), device, model)
+    digest = ""
+    policies: dict[str, LoadedPolicy] = {}
+    for name, view in views.items():
+        begins, trained = found[name], recipe.is_trained(name)
+        weights = trained_weights.prepare(model, view, begins, dtype=dtype, policy=name, trained=trained, digest=digest)
+        digest = weights.base.digest if weights.base else digest
+        policies[name] = LoadedPolicy(
+            tokenizer=tokenizers[name],
+            weights=weights,
+            checkpoint=begins.path if begins and trained else None,
+            state=begins.state if begins else CheckpointState(step=0, next_task=0),
+            chosen=chosen[name],
+        )
+    whole = policies[place.base].weights
+    compares = first.algorithm.kl and whole.adapters is None and not whole.frozen
+    reference = load.load(first.model.path, dtype=dtype, device=where) if compares else None
+    return LoadedBase(sharded=sharded, model=model, reference=reference, engine=engine, policies=policies)
 
 
-def _build(loaded: LoadedRun, part: RankPart, token: str) -> None:
+def _newest(recipe: Recipe, folder: Path, policy: str) -> checkpoint.VerifiedCheckpoint | None:
+    """The checkpoint that a policy continues from. That of a copy is not newer than that of its original."""
+    where = folders.policy_folder(folder, policy) / "checkpoints"
+    original = recipe.policies[policy].copy_of if policy else ""
+    if not original:
+        return checkpoint.newest(where)
+    begins = checkpoint.newest(folders.policy_folder(folder, original) / "checkpoints", optimizer=False)
+    return checkpoint.newest(where, at_most=begins.state.step if begins else 0)
+
+
+def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
     """Let all ranks build their parts."""
-    model, adapters, url = loaded.weights.model, loaded.weights.adapters, part.recipe.weights.bucket
+    url, any_chosen = part.recipe.weights.bucket, next(iter(loaded.policies.values())).chosen
     setup = Setup(
-        model_config=model.config,
-        dtype=loaded.chosen.dtype,
-        micro_tokens=loaded.chosen.micro_tokens,
-        checkpoint_activations=loaded.chosen.checkpoint_activations,
+        model_config=loaded.model.config,
+        dtype=any_chosen.dtype,
+        checkpoint_activations=any(each.chosen.checkpoint_activations for each in loaded.policies.values()),
         onednn=bool(torch.backends.mkldnn.enabled),
-        checkpoint=loaded.checkpoint,
-        adapter=adapters.config if adapters else None,
         bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
+        policies={
+            name: PolicySetup(
+                micro_tokens=each.chosen.micro_tokens,
+                checkpoint=each.checkpoint,
+                adapter=each.weights.adapters.config if each.weights.adapters else None,
+                frozen=not part.recipe.is_trained(name),
+            )
+            for name, each in loaded.policies.items()
+        },
     )
     part.orders.call(part.build, setup)
     if loaded.sharded:
-        model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
+        loaded.model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
 
 
-def _hello(loaded: LoadedRun, part: RankPart) -> Callable[..., m.TrainerHello]:
+def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.TrainerHello]:
     """From the fields of the handshake to what rank 0 says to the controller."""
-    chosen = loaded.chosen
-    if not part.trainer.learner.has_graph:  # it decides for every pack which activations to keep
+    chosen, policy = loaded.policies[name].chosen, part.policies[name]
+    if policy.trainer is None or not policy.trainer.learner.has_graph:  # it decides for every pack what to keep
         chosen = replace(chosen, checkpoint_activations=False)
-    facts = part.weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if loaded.sharded else ""}
+    facts = policy.weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if loaded.sharded else ""}
     facts["machine"] = devices.describe(chosen.device, part.ranks.size)
 
     def hello(**more: Any) -> m.TrainerHello:
@@ -462,25 +536,27 @@ def _hello(loaded: LoadedRun, part: RankPart) -> Callable[..., m.TrainerHello]:
             model=derived.fingerprint(loaded.engine),
             engine=loaded.engine,
             facts=facts | now,
+            policy=name,
             **more,
         )
 
     return hello
 
 
-def _save(loaded: LoadedRun, part: RankPart, state: CheckpointState) -> Path:
-    write = part.weights.saved.save_pretrained
+def _save(loaded: LoadedBase, part: RankPart, name: str, state: CheckpointState) -> Path:
+    policy = part.policies[name]
+    write = policy.weights.saved.save_pretrained
     if loaded.sharded:
-        collect = lambda: part.orders.call(part.collect)  # noqa: E731
-        write = partial(part.weights.write_published, loaded.weights.model, part.publisher, collect)
+        collect = lambda: part.orders.call(part.collect, name)  # noqa: E731
+        write = partial(policy.weights.write_published, loaded.model, policy.publisher, collect)
     return checkpoint.save(
-        part.folder / "checkpoints",
+        folders.policy_folder(part.folder, name) / "checkpoints",
         state,
-        tokenizer=loaded.tokenizer,
-        write_optimizer=part.trainer.write_optimizer,
+        tokenizer=loaded.policies[name].tokenizer,
+        write_optimizer=policy.trainer.write_optimizer if policy.trainer is not None else checkpoint.no_optimizer,
         write_model=write,
         keep=part.recipe.checkpoint.keep,
-        base=loaded.weights.base,
+        base=loaded.policies[name].weights.base,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from windfall.engine.selftest import judge, verdict
 from windfall.engine.selftest.judge import Difference, largest
 from windfall.engine.selftest.small_model import SmallModel
-from windfall.trainer.model.gradients import Gradients
+from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.training import Sample
 
@@ -55,7 +55,7 @@ def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
     weights = [rng.normal(size=len(s.targets)) for s in samples]
     with contextlib.suppress(ValueError, AttributeError):  # not every model has this setting
         small.model.gradient_checkpointing_enable({"use_reentrant": False})
-    gradients = Gradients(small.model)
+    gradients = Gradients(trained(small.model))
     learner = Learner(small.model, gradients, say=lambda line: None)
     ours, _ = learner.score(samples, TEMPERATURE)
     small.reference.zero_grad()

@@ -1,4 +1,4 @@
-"""The trainer's service: dials the controller, runs its requests in one thread, and publishes weights.
+"""The service of a policy in its trainer: dials the controller, runs its requests in one thread, and publishes weights.
 
     dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ a verb of verbs.py ]* ──▶ dial again
                                        └───▶ Refused: end                 when the link ends
@@ -10,6 +10,9 @@ version: the process exits, and the next one starts from the last checkpoint. If
 Publish, the trainer publishes before it dials again. An exception during work (out of memory, a
 defect) is reported to the controller and also ends the process. The supervisor restarts it a limited number of times
 (run/liveness.py).
+
+A trainer of several policies has a service for each. They share the thread, so their requests are performed in the
+order in which they arrive, each as a whole.
 
 From a step's first update until the controller sends a Load for the new version, the trainer's own engine generates
 nothing (`invalidate`).
@@ -60,6 +63,28 @@ class Trainer(Protocol):
     def zero_grad(self) -> None: ...
     def forward_backward(self, samples: Sequence[Sample]) -> None: ...
     def optim_step(self) -> Report: ...
+
+
+class NotTrained:
+    """The trainer of a policy that is frozen or a copy of another one."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+
+    def zero_grad(self) -> None:
+        """There are no gradients."""
+
+    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
+        raise self._refusal()
+
+    def forward_backward(self, samples: Sequence[Sample]) -> None:
+        raise self._refusal()
+
+    def optim_step(self) -> Report:
+        raise self._refusal()
+
+    def _refusal(self) -> WindfallError:
+        return WindfallError("this policy is not trained", where=f"policies.{self._policy}", fix="Remove frozen.")
 
 
 class OwnEngine:
@@ -148,6 +173,10 @@ class TrainerService:
     """Replaces files that are damaged in the bucket."""
     load: Callable[[str], CheckpointState] = cannot_load
     """Loads a checkpoint into the module and the optimizer; returns its state."""
+    original: Callable[[], int] | None = None
+    """For a policy that is a copy: returns the published version of its original, which it is published as."""
+    threads: ThreadPoolExecutor | None = None
+    """The one thread that does all tensor work of the process. None: the service has its own."""
     _updates: int = field(default=0, init=False)
     """Optimizer updates since the last version was published."""
     _completed: CheckpointState | None = field(default=None, init=False)
@@ -180,7 +209,8 @@ class TrainerService:
         self._link: Link | None = None
         self._loop = asyncio.get_running_loop()
         last_link_s = time.monotonic()
-        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
+        own = ThreadPoolExecutor(1, thread_name_prefix="tensors") if self.threads is None else None
+        with own or contextlib.nullcontext(self.threads) as threads:
             self._threads = threads
             self._manifest = await self.run_in_thread(self.publish, self.state.step, NO_WISHES)
             while time.monotonic() - last_link_s < self.patience_s:
@@ -302,10 +332,17 @@ class TrainerService:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
+        if self.original is not None and (version := self.original()) != self.state.step:
+            self._completed = CheckpointState(step=version, next_task=0)
+        elif self.original is not None:
+            return self._answer()
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
         self._manifest = await self.run_in_thread(self.publish, self._completed.step, order)
         self.state, self._completed, self._updates = self._completed, None, 0
+        return self._answer()
+
+    def _answer(self) -> m.PublishedVersion:
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
     def _update(self) -> Any:
@@ -324,15 +361,17 @@ class TrainerService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, locked)
 
 
-async def run_beside(trainer: Coroutine[Any, Any, int], engine: Coroutine[Any, Any, None]) -> int:
-    """The result of `trainer`. An error of its own engine ends it, because the controller would wait for its work."""
-    running, local = asyncio.create_task(trainer), asyncio.create_task(engine)
+async def run_beside(services: Sequence[Coroutine[Any, Any, int]], engine: Coroutine[Any, Any, None]) -> int:
+    """The result of the service that ends first: the others end with it. An error of the trainer's own engine ends all,
+    because the controller would wait for its work."""
+    running, local = [asyncio.create_task(each) for each in services], asyncio.create_task(engine)
     try:
-        await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
-        if local.done() and not running.done():
+        done, _ = await asyncio.wait([*running, local], return_when=asyncio.FIRST_COMPLETED)
+        if done == {local}:
             local.result()
-        return await running
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        return next(each for each in running if each in done).result()
     finally:
-        running.cancel()
-        local.cancel()
-        await asyncio.wait([running, local])
+        for task in (*running, local):
+            task.cancel()
+        await asyncio.wait([*running, local])

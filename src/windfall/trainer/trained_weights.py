@@ -1,7 +1,8 @@
-"""What a run trains, saves and publishes: all weights of a model, or adapters of a base model that stays as it is.
+"""What a policy trains, saves and publishes: all weights of a model, or adapters of a base that stays as it is.
 
     without [train.lora]   checkpoint: model            published: all weights
     with [train.lora]      checkpoint: adapter (PEFT)   published: the base once, and the adapter with every version
+    frozen                 checkpoint: -                published: the base
 
 A run never changes from one to the other, and its base never changes. Both are checked here, too, because the recipe
 and the base are files that people edit.
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from windfall.errors import WindfallError
 from windfall.models import load
@@ -32,11 +35,11 @@ class TrainedWeights:
     model: Any
     """The module, with adapters attached if there are any."""
     adapters: Any = None
-    """The trainer.model.lora.Adapters of the module; None if all weights are trained."""
+    """The trainer.model.lora.Adapters of the policy; None if all weights are trained, or none."""
     base: AdapterBase | None = None
     """The base of the adapters."""
-    _base_digest: str = ""
-    """Digest of the published base."""
+    frozen: bool = False
+    """Whether the policy is the base itself, which others may have adapters of."""
 
     @property
     def saved(self) -> Any:
@@ -45,23 +48,37 @@ class TrainedWeights:
 
     def facts(self) -> dict[str, int | float | str | bool]:
         """For the event log."""
-        total = sum(p.numel() for p in self.model.parameters())
+        from windfall.trainer.model.lora import is_adapter
+
+        total = sum(p.numel() for name, p in self.model.named_parameters() if not is_adapter(name))
         if self.adapters is None:
             return {"parameters": total}
         trained = self.adapters.parameters
-        return {"parameters": total - trained, "adapter_parameters": trained, "adapter_rank": self.adapters.config.rank}
+        return {"parameters": total, "adapter_parameters": trained, "adapter_rank": self.adapters.config.rank}
 
     def publish(
         self, publisher: Any, version: int, *, copied: Callable[[], None] | None = None, pack: bool = False
     ) -> Any:
         """Publish the present weights as this version. Returns their manifest. `copied` is called once they may change
         again. `pack`: compress the delta."""
-        if self.adapters is None:
+        if self.adapters is None and not self.frozen:
             return publisher.publish(version, _shards(self.model.state_dict()), copied=copied, pack=pack)
-        if not self._base_digest:
-            self._base_digest = publisher.publish_base(_shards(self.adapters.base_tensors())).digest
+        from windfall.trainer.model.lora import base_tensors
+
+        published = publisher.base
+        base = published.manifest if published else publisher.publish_base(_shards(base_tensors(self.model)))
+        if self.adapters is None:
+            return msgspec.structs.replace(base, version=version)
         tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
-        return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale, pack=pack)
+        return publisher.publish(version, tensors, copied=copied, base=base.digest, scale=scale, pack=pack)
+
+    def follow(self, original: TrainedWeights) -> None:
+        """Let the adapters be those of another policy, as they are now."""
+        from windfall.trainer.ranks.sharding import rows
+
+        theirs = original.adapters.weights()
+        for name, own in self.adapters.weights().items():
+            rows(own).copy_(rows(theirs[name]))
 
     def write_published(self, module: Any, publisher: Any, collect: Callable[[], Any], folder: Path) -> None:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
@@ -81,12 +98,6 @@ class TrainedWeights:
             module.to("meta")
             if buffer is not version.buffer:
                 buffer.close()
-
-    def reference(self, recipe: Recipe, *, dtype: str, device: str) -> Any:
-        """The reference of the KL penalty: the model of the recipe, or the adapters, which are switched off for it."""
-        if self.adapters is not None:
-            return self.adapters
-        return load.load(recipe.model.path, dtype=dtype, device=device)
 
     def merged(self) -> Any:
         """The module for the trainer's own engine (own_engine/merged_model.py); None if the engine shares this one."""
@@ -146,34 +157,51 @@ def model_to_load(recipe: Recipe, found: VerifiedCheckpoint | None) -> str:
     return recipe.model.path if is_adapter else str(found.path)
 
 
-def prepare(model: Any, recipe: Recipe, found: VerifiedCheckpoint | None, *, dtype: str) -> TrainedWeights:
-    """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names."""
+def prepare(
+    model: Any,
+    recipe: Recipe,
+    found: VerifiedCheckpoint | None,
+    *,
+    dtype: str,
+    policy: str = "",
+    trained: bool = True,
+    digest: str = "",
+) -> TrainedWeights:
+    """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names. `recipe`: as this
+    policy sees it. `trained`: whether it is trained; otherwise its adapters, if any, are a copy. `digest`: that of the
+    base, if it is known."""
+    from windfall.trainer.model.lora import base_tensors
+
     if recipe.train.lora is None:
-        return TrainedWeights(model=model)
-    digest = adapter_folder.base_digest(model.state_dict())
+        return TrainedWeights(model=model, frozen=not trained)
+    digest = digest or adapter_folder.base_digest(base_tensors(model))
     base = AdapterBase(path=recipe.model.path, dtype=dtype, digest=digest)
     folder = found.path if found is not None else None
     if folder is not None:
         adapter_folder.check_base(folder, base)
-    return TrainedWeights(model=model, adapters=attach(model, recipe, folder), base=base)
+    adapters = attach(model, recipe, folder, policy)
+    if not trained:
+        adapters.freeze()
+    return TrainedWeights(model=model, adapters=adapters, base=base)
 
 
-def attach_empty(model: Any, adapter: Any) -> Any:
+def attach_empty(model: Any, adapter: Any, policy: str = "") -> Any:
     """Attach adapters of the same shapes as those with this AdapterConfig. Their values are placeholders."""
     from windfall.recipe.lora import Lora
     from windfall.trainer.model import lora
 
     section = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=list(adapter.targets))
-    return lora.attach(model, section, base=adapter.base, seed=0)
+    return lora.attach(model, section, base=adapter.base, seed=0, policy=policy)
 
 
-def attach(model: Any, recipe: Recipe, checkpoint: Path | None) -> Any:
+def attach(model: Any, recipe: Recipe, checkpoint: Path | None, policy: str = "") -> Any:
     """Attach the adapters of the recipe: those of the checkpoint, or new ones."""
     from windfall.trainer.model import lora
 
     assert recipe.train.lora is not None
     name = str(load.fetch(recipe.model.path))
-    return lora.attach(model, recipe.train.lora, base=name, seed=recipe.run.seed, checkpoint=checkpoint)
+    seed = recipe.run.seed
+    return lora.attach(model, recipe.train.lora, base=name, seed=seed, checkpoint=checkpoint, policy=policy)
 
 
 def load_into(model: Any, trainer: Any, path: str) -> CheckpointState:

@@ -39,6 +39,7 @@ from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
+from windfall.trainer.model.gradients import trained
 from windfall.trainer.model.logprobs import BaseLearner, Learner, PolicyModule
 from windfall.trainer.model.lora import Adapters
 from windfall.trainer.optimizer import Optimizer
@@ -103,9 +104,11 @@ class TorchTrainer:
         micro_tokens: int,
         reference: Any = None,
         orders: Orders | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`model`: a model of transformers or a sharded policy (sharding.py). `reference`: the model of the KL penalty,
-        or the `Adapters` of `model`, for its base. `orders` reach all ranks."""
+        """`model`: a model of transformers or a sharded policy (sharding.py). `adapters`: train only these; other
+        trainers may train other adapters of the same model. `reference`: the model of the KL penalty, or the
+        `Adapters` of `model`, for its base. `orders` reach all ranks."""
         policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.model = policy.model
         self.algorithm = algorithm
@@ -121,7 +124,9 @@ class TorchTrainer:
         self.ranks = self.orders.ranks
         self.device = policy.device
         updates = recipe.run.steps * train.minibatches
-        self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
+        self._adapters = adapters
+        weights = trained(self.model) if adapters is None else adapters.weights()
+        self.optimizer = Optimizer(weights, train, updates, ranks=self.ranks, dtype=policy.dtype)
         activations = train.checkpoint_activations
         self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=activations)
         self.reference: Any = None
@@ -177,13 +182,19 @@ class TorchTrainer:
 
     def _forward(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
+        self._use_adapters()
         return self.ranks.quick.gather([self._logprobs(self.learner, pack) for pack in packs])
 
     def _zero_grad(self) -> None:
         self.optimizer.zero()
         self._totals = TokenTotals()
 
+    def _use_adapters(self) -> None:
+        if self._adapters is not None:
+            self._adapters.use()
+
     def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
+        self._use_adapters()
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
             weights = partial(self._weights, pack, reference) if pack else _no_weights

@@ -237,6 +237,11 @@ def bucket_of_run(url: str, run: str, token: str) -> BucketStore:
     return BucketStore(url, f"{run}-{auth.proof(token, 'bucket', run).hex()[:8]}")
 
 
+def bucket_of_policy(store: BucketStore, policy: str) -> BucketStore:
+    """Policies of a run have stores of their own: each deletes the files that it no longer needs."""
+    return BucketStore(store.url, f"{store.run}-{policy}") if policy else store
+
+
 @cache
 def bucket_at(location: str) -> BucketStore:
     """The store of a location. All connections of a process share it."""

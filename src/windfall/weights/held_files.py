@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -149,6 +149,17 @@ class HeldFiles:
             if held or not whole:
                 out.append(m.Holding(file=file.manifest.ref, ranges=() if held == whole else tuple(sorted(longest))))
         return tuple(out)
+
+
+class JoinedFiles(HeldFiles):
+    """The files of several holders, for a server. Two of them may hold the same bytes, such as new adapters."""
+
+    def __init__(self, holders: Iterable[HeldFiles]) -> None:
+        super().__init__()
+        self._holders = tuple(holders)
+
+    def find(self, digest: str) -> HeldFile | None:
+        return next((found for holder in self._holders if (found := holder.find(digest)) is not None), None)
 
 
 class UploadLimit:

@@ -16,7 +16,7 @@ a reader sees the old version or the new one, never a mixture. Rules:
 - a tensor is written once, even if it has several names;
 - the delta from the previous version is part of a version: both become readable together. Deltas stay readable longer
   than versions, so that a reader can apply several of them, one after another;
-- the base of adapters is readable as long as the publisher is open.
+- the base of adapters is readable as long as the publisher is open. Publishers of adapters of the same base share it.
 
 `publish` may run in a thread alongside the event loop that serves: writing, hashing and comparing release the GIL.
 
@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windfall.errors import WindfallError
+from windfall.link import messages as m
 from windfall.weights import manifest
 from windfall.weights import plan as plans
 from windfall.weights.buffers import Buffer, BufferHandle, machine
@@ -99,10 +100,12 @@ class Publisher:
         ranks: PublishRanks | None = None,
         on_machine: str | None = None,
         read_here: bool = False,
+        beside: Publisher | None = None,
     ) -> None:
         """`dtype`: of published floating-point tensors; None: as they are. `ranks`: the processes that publish
         together, each with a publisher of its own. `on_machine`: equal for ranks that can share memory; None: find
-        out. `read_here`: the GPU of this process also reads what other ranks publish."""
+        out. `read_here`: the GPU of this process also reads what other ranks publish. `beside`: a publisher of other
+        adapters of the same base, which has published it or will."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder = folder
@@ -110,9 +113,10 @@ class Publisher:
         self.chunk_bytes = chunk_bytes
         self.ranks = ranks or OneRank()
         self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
-        self.base: Published | None = None  # of adapters
         self.files = HeldFiles()
         """What this rank serves, if it is the first of its machine."""
+        self._beside = beside
+        self._base: Published | None = None
         self.deltas: tuple[HeldFile, ...] = ()  # those that are served, newest first
         self._machine = machine() if on_machine is None else on_machine
         self._read_here = read_here
@@ -126,6 +130,24 @@ class Publisher:
     @property
     def current(self) -> Manifest | None:
         return self.readable[0].manifest if self.readable else None
+
+    @property
+    def base(self) -> Published | None:
+        """The base of the adapters."""
+        return self._base if self._beside is None else self._beside.base
+
+    @property
+    def newest(self) -> Published:
+        """What was published last: a version, or else the base, which is the only version of a frozen policy."""
+        newest = self.readable[0] if self.readable else self.base
+        assert newest is not None, "nothing is published"
+        return newest
+
+    def describe(self) -> tuple[m.Holding, ...]:
+        """What this rank serves, with the base of its versions."""
+        shared = self._beside.describe() if self._beside and self.base else ()
+        base = (each for each in shared if self.base and each.file.digest == self.base.manifest.digest)
+        return (*self.files.describe(), *base)
 
     def find(self, version: int) -> Published | None:
         return next((p for p in self.readable if p.manifest.version == version), None)
@@ -178,25 +200,27 @@ class Publisher:
 
     def publish_base(self, tensors: Tensors) -> Manifest:
         """Publish the weights that adapters apply to. They stay readable as long as the publisher is open."""
+        if self._beside is not None:
+            return self._beside.publish_base(tensors)
 
         def check() -> int:
-            if self.base is not None:
+            if self._base is not None:
                 raise WindfallError("the base of adapters is already published", where="weights")
             return -1  # no version
 
         with self._lock:
             meeting = Meeting(self.ranks, "the base of adapters")
             plan, values = self._agree(meeting, tensors, check)
-            (self.base, _), self._spare = self._write(meeting, plan, values), None
-            if self.base.held:
-                self.files.add(self.base.held)
-            return self.base.manifest
+            (self._base, _), self._spare = self._write(meeting, plan, values), None
+            if self._base.held:
+                self.files.add(self._base.held)
+            return self._base.manifest
 
     def close(self) -> None:
         """Withdraw all versions. Responses in progress are reset before their next piece."""
         with self._lock:
-            withdrawn, deltas = (*self.readable, *((self.base,) if self.base else ())), self.deltas
-            self.readable, self.base, self.deltas, self._closed = (), None, (), True
+            withdrawn, deltas = (*self.readable, *((self._base,) if self._base else ())), self.deltas
+            self.readable, self._base, self.deltas, self._closed = (), None, (), True
             for p in withdrawn:
                 self._withdraw(p)
                 p.buffer.close()

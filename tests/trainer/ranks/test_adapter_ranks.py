@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.rank_processes import run_ranks
+from windfall.link import messages as m
 from windfall.models import load
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import checkpoint, trained_weights
 from windfall.trainer.checkpoint import VerifiedCheckpoint
-from windfall.trainer.process import RankPart, Setup
+from windfall.trainer.process import PolicySetup, RankPart, Setup
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.training import CheckpointState, Sample
 
@@ -47,14 +48,16 @@ def build(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None) -
         return None
     model = load.load(trained_weights.model_to_load(recipe, found), dtype="float32", device="cpu")
     loaded = trained_weights.prepare(model, recipe, found, dtype="float32")
-    part = RankPart(recipe, folder, orders, loaded=loaded)
+    part = RankPart(recipe, folder, orders, loaded={"": loaded})
     assert loaded.adapters is not None
+    own = PolicySetup(micro_tokens=64, checkpoint=found.path if found else None, adapter=loaded.adapters.config)
     setup = Setup(
-        model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
-        checkpoint=found.path if found else None, adapter=loaded.adapters.config,
-    )  # fmt: skip
+        model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False, policies={"": own}
+    )
     orders.call(part.build, setup)
-    write = partial(part.weights.write_published, model, part.publisher, lambda: orders.call(part.collect))
+    policy = part.policies[""]
+    collect = lambda: orders.call(part.collect, "")  # noqa: E731
+    write = partial(policy.weights.write_published, model, policy.publisher, collect)
     return part, loaded.base, write if ranks.distributed else loaded.saved.save_pretrained
 
 
@@ -64,21 +67,24 @@ def work(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None, st
     if built is None:
         return None
     part, base, write_model = built
-    trainer, orders = part.trainer, part.trainer.orders
-    manifests = [orders.call(part.publish, steps[0] - 1)]
+    policy, orders = part.policies[""], part.orders
+    trainer = policy.trainer
+    assert trainer is not None
+    manifests = [orders.call(part.publish, "", steps[0] - 1, m.Publish(id=""))]
     for step in steps:
         trainer.forward_backward(samples(step))
         assert trainer.optim_step().skipped == ""
-        manifests.append(orders.call(part.publish, step))
+        manifests.append(orders.call(part.publish, "", step, m.Publish(id="")))
     checkpoint.save(
         folder / "checkpoints", CheckpointState(step=steps[-1], next_task=0), write_model=write_model, keep=9,
         tokenizer=load.load_tokenizer("tiny"), write_optimizer=trainer.write_optimizer, base=base,
     )  # fmt: skip
-    whole = {t.name for t in part.publisher.base.manifest.entries}
+    assert policy.publisher.base is not None
+    whole = {t.name for t in policy.publisher.base.manifest.entries}
     names = {t.name for t in manifests[-1].entries}
     orders.stop()
-    part.publisher.close()
-    return [(m.base, m.digest) for m in manifests], names, whole, part.weights.facts()
+    part.close()
+    return [(each.base, each.digest) for each in manifests], names, whole, policy.weights.facts()
 
 
 def close(ours: Path, theirs: Path) -> None:
@@ -139,11 +145,11 @@ def first_adapters(ranks: TrainerRanks, folder: Path) -> dict[str, torch.Tensor]
     model = load.load("tiny", dtype="bfloat16", device="cpu")
     loaded = trained_weights.prepare(model, recipe, None, dtype="bfloat16")
     assert loaded.adapters is not None
+    own = PolicySetup(micro_tokens=64, adapter=loaded.adapters.config)
     setup = Setup(
-        model_config=model.config, dtype="bfloat16", micro_tokens=64, checkpoint_activations=False, onednn=False,
-        checkpoint=None, adapter=loaded.adapters.config,
-    )  # fmt: skip
-    part = RankPart(recipe, folder, orders, loaded=loaded if ranks.first else None)
+        model_config=model.config, dtype="bfloat16", checkpoint_activations=False, onednn=False, policies={"": own}
+    )
+    part = RankPart(recipe, folder, orders, loaded={"": loaded} if ranks.first else None)
     part.build(setup)
-    named = part.weights.adapters.tensors()
+    named = part.policies[""].weights.adapters.tensors()
     return {n: torch.cat(ranks.all_gather(rows(t).float().clone())) for n, t in named.items()}

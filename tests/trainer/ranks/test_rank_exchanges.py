@@ -20,7 +20,7 @@ from windfall.recipe.file import parse_recipe
 from windfall.trainer import process as trainer_process
 from windfall.trainer import trained_weights
 from windfall.trainer import trainer as trainer_module
-from windfall.trainer.process import RankPart, Setup
+from windfall.trainer.process import PolicySetup, RankPart, Setup
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.training import Sample
@@ -40,10 +40,10 @@ def build(ranks: TrainerRanks, folder: Path, bucket: str = "", place: RankPlace 
     }  # fmt: skip
     recipe, model = parse_recipe(sections, where="test"), load.load("tiny", dtype="float32", device="cpu")
     setup = Setup(
-        model_config=model.config, dtype="float32", micro_tokens=64, checkpoint_activations=False, onednn=False,
-        checkpoint=None, adapter=None, bucket="run" if bucket else "",
+        model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False,
+        policies={"": PolicySetup(micro_tokens=64)}, bucket="run" if bucket else "",
     )  # fmt: skip
-    loaded = trained_weights.prepare(model, recipe, None, dtype="float32") if ranks.first else None
+    loaded = {"": trained_weights.prepare(model, recipe, None, dtype="float32")} if ranks.first else None
     part = RankPart(recipe, folder, Orders(ranks), place=place, loaded=loaded)
     part.build(setup)
     return part
@@ -62,14 +62,15 @@ def stop_at(ranks: TrainerRanks, folder: Path, moment: str) -> tuple[str, float]
     part = build(ranks, folder)
     if not ranks.first and moment == "publish":
         part.engine.release = freeze
-    trainer = part.trainer
+    trainer = part.policies[""].trainer
+    assert trainer is not None
     if not ranks.first:
         trainer.orders.follow()
     trainer.forward_backward(SAMPLES)
     began_s = time.monotonic()
     try:
         trainer.optim_step()
-        trainer.orders.call(part.publish, 1, m.Publish(id=""))
+        trainer.orders.call(part.publish, "", 1, m.Publish(id=""))
     except (RankLost, PublishFailed) as e:
         return str(e), time.monotonic() - began_s
     return "", 0.0
@@ -91,20 +92,21 @@ def fail_to_upload(ranks: TrainerRanks, folder: Path) -> tuple[list[str], list[l
     part = build(replace(ranks, machine=ranks.rank), folder, f"file://{folder}/bucket", place)
     told: list[m.Uploaded] = []
     files: list[list[str]] = []
-    assert part.uploads is not None
+    policy = part.policies[""]
+    assert policy.uploads is not None
     if ranks.first:
-        part.report = told.append
+        policy.report = told.append
     else:
 
         def fail(*_: Any, **__: Any) -> int:
             raise BucketFailed("no access")
 
-        part.uploads.store.upload = fail
+        policy.uploads.store.upload = fail
     for version in range(3):
-        part.publish(version, m.Publish(id=""))
-        files.append(sorted(each.file.digest for each in part.uploads.holds()))
+        part.publish("", version, m.Publish(id=""))
+        files.append(sorted(each.file.digest for each in policy.uploads.holds()))
         time.sleep(0.2)
-    part.uploads.close()
+    policy.uploads.close()
     return [done.error for done in told if done.error], files
 
 
@@ -120,10 +122,10 @@ def test_a_rank_that_ends_stops_its_uploads(tmp_path: Path, monkeypatch: pytest.
     def lose(*_: Any) -> None:
         raise RankLost("rank 0 is gone")
 
-    uploads = SimpleNamespace(close=lambda: closed.append(True))
+    policy = SimpleNamespace(stop_uploads=lambda: closed.append(True))
     monkeypatch.setattr(trainer_process, "load_recipe", lambda _: parse_recipe({"model": {"path": "tiny"}}, where="t"))
     monkeypatch.setattr(trainer_process, "join", lambda *_: SimpleNamespace(follow=lose))
-    monkeypatch.setattr(trainer_process, "RankPart", lambda *_, **__: SimpleNamespace(uploads=uploads))
+    monkeypatch.setattr(trainer_process, "RankPart", lambda *_, **__: SimpleNamespace(policies={"": policy}))
     make: Any = lambda part: None  # noqa: E731
     assert trainer_process.follow(tmp_path, RankPlace(rank=1, size=2), make) == RANK_LOST
     assert closed
@@ -131,15 +133,16 @@ def test_a_rank_that_ends_stops_its_uploads(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_file_that_is_damaged_in_the_bucket_is_replaced(tmp_path: Path) -> None:
     part = build(TrainerRanks.alone(), tmp_path, f"file://{tmp_path}/bucket")
-    digest = part.publish(0, m.Publish(id="")).digest
-    assert part.uploads is not None
+    digest = part.publish("", 0, m.Publish(id="")).digest
+    uploads = part.policies[""].uploads
+    assert uploads is not None
     stored, deadline = tmp_path / "bucket/run" / digest / f"{0:015d}", time.monotonic() + 20
-    while part.uploads.unfinished() and time.monotonic() < deadline:
+    while uploads.unfinished() and time.monotonic() < deadline:
         time.sleep(0.01)
     whole = stored.read_bytes()
     stored.write_bytes(b"\0" * len(whole))
-    part.upload_again((digest,))
+    part.upload_again("", (digest,))
     while stored.read_bytes() != whole and time.monotonic() < deadline:
         time.sleep(0.01)
-    part.uploads.close()
+    uploads.close()
     assert stored.read_bytes() == whole

@@ -32,12 +32,14 @@ class Exported:
         return f"wrote {self.folder}: {merged if self.base else f'a copy of {self.source}'}"
 
 
-def export(source: Path, out: Path | None) -> Exported:
+def export(source: Path, out: Path | None, policy: str = "") -> Exported:
     """Write the model of a run, a checkpoint or an adapter. `out`: a folder that does not exist yet; by default
-    `exports/STEP` in the run's folder, or `SOURCE-merged` beside an adapter that belongs to no run."""
-    path = _find(source)
-    run = path.absolute().parent.parent
-    folder = out or (run / "exports" / path.name if _is_run(run) else path.with_name(f"{path.name}-merged"))
+    `exports/STEP` in the run's folder, or in that of the policy; or `SOURCE-merged` beside an adapter that belongs to
+    no run. `policy`: which one, if the run has several."""
+    path = _find(source, policy)
+    own = path.absolute().parent.parent
+    of_run = _is_run(own.parent.parent if own.parent.name == "policies" else own)
+    folder = out or (own / "exports" / path.name if of_run else path.with_name(f"{path.name}-merged"))
     if folder.exists():
         raise WindfallError("this already exists", where=str(folder), fix="Name another folder as OUT.")
     work = folder.with_name(f".partial-{folder.name}")
@@ -60,10 +62,13 @@ def export(source: Path, out: Path | None) -> Exported:
     return Exported(folder=folder, source=path, base=base)
 
 
-def _find(source: Path) -> Path:
+def _find(source: Path, policy: str) -> Path:
     """The checkpoint or adapter to export."""
     if _is_run(source):
-        return checkpoint.latest(source).path
+        return checkpoint.latest(source, folders.choose_policy(source, policy)).path
+    if policy:
+        fix = "Give the folder of a run, or leave out --policy."
+        raise WindfallError("only a run has policies", where=str(source), fix=fix)
     if (source / checkpoint.STATE).is_file():
         checkpoint.check(source, optimizer=False)
     elif not adapter_folder.is_adapter(source):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import devices
+from windfall import run_folder as folders
 from windfall.controller.gateway import agents
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
@@ -32,6 +33,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
+from windfall.recipe.file import load_recipe
 from windfall.recipe.policies import refuse_several
 from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker
@@ -41,14 +43,21 @@ from windfall.trainer.derived import context_of, derive, spec, text_for
 from windfall.types import Group, Prompt, Request, Sampling
 
 
-def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """The path of the model (for a run, its newest checkpoint), and the recipe of its run, if any."""
+def find_checkpoint(name: str, policy: str = "") -> tuple[str, Path | None]:
+    """The path of the model (for a run, its newest checkpoint), and the recipe of its run, if any. `policy`: which one,
+    if the run has several. A frozen one has no checkpoint: it is the model that it began with."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
-        return str(checkpoint.latest(path).path), path / "recipe.toml"
+        source, policy = path / "recipe.toml", folders.choose_policy(path, policy)
+        if policy and (recipe := load_recipe(source)).policies[policy].frozen:
+            return recipe.of(policy).model.path, source
+        return str(checkpoint.latest(path, policy).path), source
+    if policy:
+        raise WindfallError("only a run has policies", where=name, fix="Give a run, or leave out --policy.")
     if (path / checkpoint.STATE).is_file():
         checkpoint.check(path, optimizer=False)
-    recipe = path.resolve().parent.parent / "recipe.toml"
+    own = path.resolve().parent.parent
+    recipe = (own.parent.parent if own.parent.name == "policies" else own) / "recipe.toml"
     load.resolve(name)
     return name, recipe if path.is_dir() and recipe.is_file() else None
 

@@ -13,6 +13,8 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
 ]
 
+Policy = Annotated[str, typer.Option(metavar="NAME", help="Which policy, if the run has several.")]
+
 
 def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Warn if the token itself is on the command line, where the process list shows it."""

@@ -87,7 +87,7 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if not (folder / ".trainer.failure").exists():
+        if not any(folder.glob(".trainer*.failure")):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -161,6 +161,7 @@ class JoiningRank:
         """Run the rank's process once. Returns "" when it has ended, or the reason if the run has ended."""
         try:
             recipe, folder = self._prepare(welcome)
+            self._place = replace(self._place, base=next(iter(recipe.bases())))  # a run with ranks elsewhere has one
             device = own_device(recipe, self._place)
         except WindfallError as e:
             await link.send(m.RankEnded(code=2, what=e.what))
@@ -186,7 +187,7 @@ class JoiningRank:
                 return ended.why if isinstance(ended, m.RunEnded) else ""
             code, error = watching.result(), WindfallError("")
             if self._place.rank and code > 0 and code != RANK_LOST:  # the supervisor reads that of rank 0 itself
-                error = folders.failure(folder, "trainer", code, self._place.name)
+                error = folders.failure(folder, self._place.role, code, self._place.name)
             self._say(f"rank {self._place.rank} ended: {error.what or describe_exit(code)}; waiting for the run")
             await link.send(m.RankEnded(code=code, what=error.what, where=error.where, fix=error.fix))
             return ""
@@ -229,8 +230,8 @@ class JoiningRank:
             os.environ | {WEIGHTS_KEY: weights_key} | self._interface(start.rendezvous) | place.environment()
         )
         if place.rank:
-            (folder / ".trainer.failure").unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(folder)]
+            (folder / f".{place.role}.failure").unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "windfall.run.cli", "_trainer", str(folder), place.base]
         return process.start(name=place.name, argv=argv, env=environment, log=log)
 
     async def _watch(self, handle: Handle) -> int:

@@ -36,6 +36,7 @@ from windfall.processes.process import Handle
 from windfall.recipe.file import dump_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run.ranks.rank_group import RankGroup
+from windfall.trainer.ranks.rank_place import RankPlace
 
 HEARTBEAT_S = 10.0
 """Seconds between two pings of a rank. One that does not answer a ping within half of that is lost."""
@@ -57,8 +58,8 @@ class JoinedRank:
     """Exit status of the process, if the rank has said it."""
     closing: asyncio.Future[None] | None = None
 
-    def start(self) -> Handle:
-        name = f"rank-{self.hello.rank}" if self.hello.rank else "trainer"
+    def start(self, base: str) -> Handle:
+        name = RankPlace(rank=self.hello.rank, size=self.hello.size, base=base).name
         self.process = Handle(name=name, pid=0, send=self._stop)
         return self.process
 
@@ -72,6 +73,7 @@ class JoinedRank:
 class JoinedRanks:
     def __init__(self, recipe: Recipe, folder: Path, notice: Callable[[str], None]) -> None:
         self._recipe = recipe
+        self._base = next(iter(recipe.bases()))  # there is one: the recipe checks it
         self._folder = folder.resolve()
         self._notice = notice
         self._secret = auth.read_token(folder / "trainer.secret")
@@ -127,7 +129,7 @@ class JoinedRanks:
             raise WindfallError(f"cannot listen: {e}", where="train.rendezvous", fix=fix) from e
         rendezvous = f"tcp://{network.in_url(host)}:{port}/{os.urandom(16).hex()}"
         machines = list(dict.fromkeys(rank.hello.machine for rank in ranks))
-        group = RankGroup([rank.start() for rank in ranks])
+        group = RankGroup([rank.start(self._base) for rank in ranks])
         for rank in ranks:
             beside = [other for other in ranks if other.hello.machine == rank.hello.machine]
             order = m.StartRank(
@@ -214,7 +216,7 @@ class JoinedRanks:
                     if message.what:
                         where = f"rank {number} on {rank.host}: {message.where}"
                         error = WindfallError(message.what, where=where, fix=message.fix)
-                        folders.fail(self._folder, "trainer", error)
+                        folders.fail(self._folder, folders.trainer_role(self._base), error)
                     return
                 case m.RankEnded():
                     self._problem = f"{rank.host}: {clip(message.what)}"

@@ -22,7 +22,7 @@ class RankGroup(Handle):
     """Its pid is that of rank 0, which talks to the controller."""
 
     def __init__(self, ranks: Sequence[Handle]) -> None:
-        super().__init__(name="trainer", pid=ranks[0].pid, send=self._send_all)
+        super().__init__(name=ranks[0].name, pid=ranks[0].pid, send=self._send_all)
         self.ranks = ranks
         self.cause = ranks[0].name
         """The rank because of which the group ended."""

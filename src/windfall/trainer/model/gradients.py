@@ -7,13 +7,15 @@ adjacent and their gradient is one matrix product.
 
 Sharded by FSDP2, a weight exists as a whole only during its part of a pass. Its gradient is returned to autograd;
 FSDP2 sums it over the ranks and adds the rows of this rank to the `grad` of the sharded parameter.
+
+A module with the adapters of several policies has a `Gradients` for each: zero, divide and step are per policy. In a
+pass, the sum of a weight is found by the weight, so any of them will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,15 @@ from torch.distributed.tensor import DTensor
 from windfall.engine.module_weights import adjacent
 
 
+def trained(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights of a model that require gradients, by name."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
 class Gradients:
-    def __init__(self, model: Any) -> None:
-        self.weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """`weights`: those that are trained (`trained`). Of a sharded model, as they are between passes."""
+        self.weights = weights
         self.sharded = any(isinstance(p, DTensor) for p in self.weights.values())
         half = [p for p in self.weights.values() if p.dtype != torch.float32 and not self.sharded]
         half.sort(key=lambda p: p.dim() < 2)

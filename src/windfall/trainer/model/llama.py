@@ -26,7 +26,7 @@ from windfall.trainer.model import activation_memory
 from windfall.trainer.model import layers as plain
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, accept_float32
-from windfall.trainer.model.lora import OWN, LoraLinear
+from windfall.trainer.model.lora import LoraLinear, is_adapter
 from windfall.trainer.model.projection import Projection, make_adjacent
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -365,6 +365,6 @@ def _check(model: Any) -> None:
             raise UnsupportedModel("its projections are not plain linear layers, or only some of them have biases")
         if a.head_dim % 8 or a.head_dim != 2 * model.base_model.rotary_emb.inv_freq.numel():
             raise UnsupportedModel(f"its heads have {a.head_dim} elements: not a multiple of 8, or not all are rotated")
-        own = [p for n, p in x.named_parameters() if not n.endswith(OWN)]  # sharded adapters are stored in float32
+        own = [p for n, p in x.named_parameters() if not is_adapter(n)]  # sharded adapters are stored in float32
         if len({p.dtype for p in own}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
             raise UnsupportedModel("its weights have several dtypes")

@@ -104,7 +104,7 @@ class Learner:
         self.policy.gradients = gradients
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
-        if not self.pads and layers.has_kernels(self.policy.device):
+        if self.policy.body is None and not self.pads and layers.has_kernels(self.policy.device):
             try:
                 self.use_own_layers(keep=KEEP[checkpoint_activations])
             except UnsupportedModel as e:
@@ -139,7 +139,8 @@ class Learner:
 
 
 class BaseLearner:
-    """Scores samples with the base model, by switching the adapters off. No second model is needed."""
+    """Scores samples with the base model, by switching the adapters off. No second model is needed. The adapters that
+    were in use are in use again afterwards."""
 
     def __init__(self, learner: Learner, adapters: Adapters) -> None:
         self._learner = learner

@@ -6,6 +6,8 @@
 that it replaces, under the same names, so everything that reads weights by name finds the base unchanged.
 
 Rules:
+- a module may have adapters of several policies, on the same layers or on others. The weights of the base exist once.
+  `Adapters.use` says whose have an effect; those of the others get no gradient;
 - only A and B require gradients. So gradients, optimizer, checkpoints and published versions hold only them;
 - A and B have the dtype of the model, like all weights; their float32 masters are in the optimizer (optimizer.py);
 - A starts random, and B is zero, unless an existing adapter is loaded: the first version of the run is the base itself.
@@ -33,36 +35,86 @@ from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
 
-OWN = (".lora_A", ".lora_B")
-"""How the names of the adapters' parameters end in the module."""
+MATRICES = ("lora_A", "lora_B")
+
+
+def parameter(matrix: str, policy: str) -> str:
+    """The name of a matrix of an adapter among the parameters of its layer.
+
+    >>> parameter("lora_A", ""), parameter("lora_A", "solver")
+    ('lora_A', 'lora_A@solver')
+    """
+    return f"{matrix}@{policy}" if policy else matrix
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the module with this name belongs to an adapter, not to the base."""
+    return name.rpartition(".")[2].partition("@")[0] in MATRICES
+
+
+def base_tensors(model: Any) -> dict[str, Tensor]:
+    """The weights of a module without those of adapters."""
+    return {name: t for name, t in model.state_dict().items() if not is_adapter(name)}
+
+
+class ActivePolicy:
+    """Which adapters of a module have an effect. All its layers share one."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """None: the module computes what the base model computes."""
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. `weight` and `bias` are those of the layer that it replaces, frozen."""
+    """A linear layer with an adapter for each of some policies. `weight` and `bias` are those of the layer that it
+    replaces, frozen."""
 
-    def __init__(self, base: nn.Linear, pair: AdapterPair, scale: float) -> None:
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    """Of the only policy of a run without [policies]."""
+
+    def __init__(self, base: nn.Linear, active: ActivePolicy) -> None:
         nn.Module.__init__(self)
         self.in_features = base.in_features
         self.out_features = base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
-        self.lora_A, self.lora_B = (nn.Parameter(t.to(base.weight, copy=True)) for t in pair)
-        self.scale = scale
-        self.active = True
-        """Whether the adapter has an effect; otherwise this is the layer of the base model."""
+        self.active = active
+        self.scales: dict[str, float] = {}
+        """By policy: those that have an adapter of this layer."""
+
+    def add(self, policy: str, pair: AdapterPair, scale: float) -> None:
+        """Add the adapter of a policy."""
+        for matrix, values in zip(MATRICES, pair, strict=True):
+            self.register_parameter(parameter(matrix, policy), nn.Parameter(values.to(self.weight, copy=True)))
+        self.scales[policy] = scale
+
+    def pair(self, policy: str) -> AdapterPair:
+        """The matrices of a policy as they are now. FSDP2 replaces them in every pass."""
+        return AdapterPair(*(getattr(self, parameter(matrix, policy)) for matrix in MATRICES))
+
+    @property
+    def adapter(self) -> tuple[AdapterPair, float] | None:
+        """The matrices that have an effect now, and their scale. None: this is the layer of the base model."""
+        policy = self.active.name
+        return (self.pair(policy), self.scales[policy]) if policy in self.scales else None
 
     def forward(self, input: Tensor) -> Tensor:
         y = linear(input, self.weight, self.bias)
-        return y + self.scale * linear(linear(input, self.lora_A), self.lora_B) if self.active else y
+        if self.adapter is None:
+            return y
+        (a, b), scale = self.adapter
+        return y + scale * linear(linear(input, a), b)
 
 
 class Adapters:
-    """All adapters of a module. Takes the place of the module where a checkpoint is saved."""
+    """All adapters of a policy in a module. Takes the place of the module where a checkpoint is saved."""
 
-    def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear]) -> None:
+    def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear], policy: str = "") -> None:
         self.model = model
         self.config = config
         self.layers = layers
+        self.policy = policy
 
     @property
     def scale(self) -> float:
@@ -77,36 +129,57 @@ class Adapters:
         """Number of trained parameters."""
         return sum(t.numel() for t in self.tensors().values())
 
+    def weights(self) -> dict[str, Tensor]:
+        """The trained matrices by their names in a module that has only this policy."""
+        return {
+            f"{n}.{x}": t for n, y in self.layers.items() for x, t in zip(MATRICES, y.pair(self.policy), strict=True)
+        }
+
     def tensors(self) -> dict[str, Tensor]:
         """The trained matrices by the names under which they are published and saved."""
         out: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
-            out |= {name + LORA_A: layer.lora_A, name + LORA_B: layer.lora_B}
+            a, b = layer.pair(self.policy)
+            out |= {name + LORA_A: a, name + LORA_B: b}
         return out
 
     def base_tensors(self) -> dict[str, Tensor]:
         """The weights of the base model."""
-        return {name: t for name, t in self.model.state_dict().items() if not name.endswith(OWN)}
+        return base_tensors(self.model)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT format."""
         adapter_folder.write(folder, self.config, self.tensors())
 
+    def freeze(self) -> None:
+        """Do not train these adapters."""
+        for t in self.weights().values():
+            t.requires_grad_(False)
+
+    def use(self) -> None:
+        """From now on, the module computes with the adapters of this policy."""
+        self._active.name = self.policy
+
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
         """Within this context, the module computes what the base model computes."""
-        for layer in self.layers.values():
-            layer.active = False
+        before, self._active.name = self._active.name, None
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.active = True
+            self._active.name = before
+
+    @property
+    def _active(self) -> ActivePolicy:
+        return next(iter(self.layers.values())).active
 
 
-def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None) -> Adapters:
+def attach(
+    model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path | None = None, policy: str = ""
+) -> Adapters:
     """Freeze the model and add adapters: those of the checkpoint or of `section.path`, otherwise new ones. `base` is
-    the name of the model, for programs that read the adapter later."""
+    the name of the model, for programs that read the adapter later. Adapters of other policies stay as they are; the
+    new ones are in use."""
     available, folder = linear_layers(model), checkpoint or section.path
     if folder is not None:
         config, found = _read(model, available, folder)
@@ -116,19 +189,27 @@ def attach(model: Any, section: Lora, *, base: str, seed: int, checkpoint: Path 
         config = AdapterConfig(rank=rank, alpha=section.alpha or DEFAULT_ALPHA_PER_RANK * rank, base=base)
         found = _new(available, choose_layers(available, section.targets), rank, seed)
     config = AdapterConfig(rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available))
-    model.requires_grad_(False)
-    layers = {name: LoraLinear(available[name], pair, config.scale) for name, pair in found.items()}
+    adapted = {name: layer for name, layer in available.items() if isinstance(layer, LoraLinear)}
+    active = next((layer.active for layer in adapted.values()), ActivePolicy())
+    if not adapted:
+        model.requires_grad_(False)
+    layers = {name: adapted.get(name) or LoraLinear(available[name], active) for name in found}
     for name, layer in layers.items():
+        layer.add(policy, found[name], config.scale)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer)
-    return Adapters(model, config, layers)
+    adapters = Adapters(model, config, layers, policy)
+    adapters.use()
+    return adapters
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of the decoder layers, by name. Parts of a model that are not repeated (embeddings, the head)
-    are not among them, nor are layers that compute anything more than a linear map."""
+    are not among them, nor are layers that compute anything more than a linear map and an adapter."""
     numbered = re.compile(r"\.\d+\.")
-    return {name: m for name, m in model.named_modules() if type(m) is nn.Linear and numbered.search(name)}
+    return {
+        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, LoraLinear) and numbered.search(name)
+    }
 
 
 def trained_parameters(model: Any, section: Lora | None) -> int:

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from windfall.engine.module_weights import adjacent, join
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.model.lora import LoraLinear
+from windfall.weights.merged import AdapterPair
 
 
 class Projection:
@@ -32,7 +33,7 @@ class Projection:
         self.weight = self._joined(self.parts)
         self.bias = self._joined(self.bias_parts) if self.bias_parts else None
         sizes = [len(p) for p in self.parts]
-        self._adapters = [
+        self._adapted = [
             (layer, slice(sum(sizes[:i]), sum(sizes[: i + 1])))
             for i, layer in enumerate(layers)
             if isinstance(layer, LoraLinear)
@@ -41,14 +42,14 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)
-        for layer, columns in self.adapters:
-            y[:, columns].addmm_(linear(x, layer.lora_A), layer.lora_B.t(), alpha=layer.scale)
+        for (a, b), scale, columns in self.adapters:
+            y[:, columns].addmm_(linear(x, a), b.t(), alpha=scale)
         return y
 
     def input_grad(self, dy: Tensor) -> Tensor:
         dx = dy @ self.weight
-        for layer, columns in self.adapters:
-            dx.addmm_(dy[:, columns] @ layer.lora_B, layer.lora_A, alpha=layer.scale)
+        for (a, b), scale, columns in self.adapters:
+            dx.addmm_(dy[:, columns] @ b, a, alpha=scale)
         return dx
 
     def weight_grads(self, dy: Tensor, x: Tensor, sums: Gradients) -> list[Tensor | None]:
@@ -59,21 +60,21 @@ class Projection:
             out += [sums.add(p, g) for p, g in zip(self.bias_parts, found, strict=True)]
         else:
             out += [None] * len(self.bias_parts)
-        for layer, columns in self.adapters:
+        for (a, b), scale, columns in self.adapters:
             part = dy[:, columns]
-            out += sums.product([layer.lora_A], layer.scale * (part @ layer.lora_B), x)
-            out += sums.product([layer.lora_B], part, layer.scale * linear(x, layer.lora_A))
+            out += sums.product([a], scale * (part @ b), x)
+            out += sums.product([b], part, scale * linear(x, a))
         return out
 
     @property
-    def adapters(self) -> list[tuple[LoraLinear, slice]]:
-        """The layers whose adapters have an effect now, and their columns of the output."""
-        return [x for x in self._adapters if x[0].active]
+    def adapters(self) -> list[tuple[AdapterPair, float, slice]]:
+        """The adapters that have an effect now, with their scales and columns of the output."""
+        return [(*found, columns) for layer, columns in self._adapted if (found := layer.adapter) is not None]
 
     @property
     def weights(self) -> list[Tensor]:
         """All weights that the output depends on."""
-        adapters = (t for layer, _ in self.adapters for t in (layer.lora_A, layer.lora_B))
+        adapters = (t for pair, _, _ in self.adapters for t in pair)
         return [*self.parts, *self.bias_parts, *adapters]
 
     def valid(self) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from windfall.engine.module_weights import copy_tree, replace_linear
 from windfall.trainer.model.lora import LoraLinear
-from windfall.weights.merged import AdapterPair, merge
+from windfall.weights.merged import merge
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that an engine may join, by the last parts of their names (engine/cuda/decoder.py)."""
@@ -47,7 +47,7 @@ class MergedModel:
     def merge(self) -> None:
         """Compute the copies from the present weights of the trainer."""
         for own, layer in self._adapted:
-            own.copy_(merge(layer.weight, AdapterPair(layer.lora_A, layer.lora_B), layer.scale))
+            own.copy_(merge(layer.weight, layer.pair(""), layer.scales[""]))  # it is for runs with one policy
 
     def _replace(self, name: str, layer: nn.Linear) -> Tensor:
         """Put a plain linear layer with a matrix of its own at this place. Returns the matrix."""

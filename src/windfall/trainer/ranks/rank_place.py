@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
+from windfall.run_folder import trainer_role
 
 RANK_LOST = 5
 """Exit status of a rank that ended because another one was lost."""
@@ -40,10 +41,12 @@ class RankPlace:
     """Where the ranks meet (trainer/ranks/ranks.py); "" for one rank alone."""
     host: str = ""
     """Where workers reach this machine, if it is not that of rank 0."""
+    base: str = ""
+    """The base that this trainer is for (`Recipe.bases`)."""
 
     @staticmethod
-    def of(environment: Mapping[str, str]) -> RankPlace:
-        """The place of the process with these environment variables.
+    def of(environment: Mapping[str, str], base: str = "") -> RankPlace:
+        """The place of the process with these environment variables in the trainer of this base.
 
         >>> RankPlace.of({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}).rank
         5
@@ -59,7 +62,7 @@ class RankPlace:
         place = RankPlace(
             rank=number("RANK", 0), size=number("WORLD_SIZE", 1), local_rank=number("LOCAL_RANK", 0),
             local_size=number("LOCAL_WORLD_SIZE", 1), machine=number("GROUP_RANK", 0),
-            rendezvous=environment.get(RENDEZVOUS, ""), host=environment.get(HOST, ""),
+            rendezvous=environment.get(RENDEZVOUS, ""), host=environment.get(HOST, ""), base=base,
         )  # fmt: skip
         if place.rank >= place.size:
             what = f"rank {place.rank} of {place.size} does not exist: ranks are counted from 0"
@@ -75,19 +78,50 @@ class RankPlace:
         return {name: str(value) for name, value in numbers.items()} | {RENDEZVOUS: self.rendezvous, HOST: self.host}
 
     @property
+    def role(self) -> str:
+        """The name of the trainer that this rank belongs to."""
+        return trainer_role(self.base)
+
+    @property
     def name(self) -> str:
-        """The name of the process; its log is NAME.log."""
-        return f"rank-{self.rank}" if self.rank else "trainer"
+        """The name of the process; its log is NAME.log.
+
+        >>> RankPlace(rank=1).name, RankPlace(base="solver").name, RankPlace(rank=1, base="solver").name
+        ('rank-1', 'trainer-solver', 'rank-1-solver')
+        """
+        return self.role.replace("trainer", f"rank-{self.rank}", 1) if self.rank else self.role
+
+
+def trainer_devices(recipe: Recipe, gpus: Sequence[Place]) -> dict[str, list[Place]]:
+    """Where each rank of the trainer of each base computes on this machine. The trainers get equal parts of the GPUs,
+    and share them if there are too few. A base that is not trained is only read, on the CPU.
+
+    >>> one = {"model": "tiny"}
+    >>> recipe = Recipe.model_validate({"policies": {"a": one, "b": one, "c": {"model": "x", "frozen": True}}})
+    >>> gpus = [Place(device="cuda", gpu=str(i)) for i in range(5)]
+    >>> {base: [place.gpu for place in places] for base, places in trainer_devices(recipe, gpus).items()}
+    {'a': ['0', '1'], 'b': ['2', '3'], 'c': ['']}
+    >>> {base: [place.gpu for place in places] for base, places in trainer_devices(recipe, gpus[:1]).items()}
+    {'a': ['0'], 'b': ['0'], 'c': ['']}
+    """
+    bases = recipe.bases()
+    trained = [base for base in bases if recipe.is_trained(base)]  # trained policies come first
+    each = len(gpus) // len(trained)
+    found = {base: [Place()] for base in bases}
+    for i, base in enumerate(trained):
+        own = gpus[i * each : (i + 1) * each] if each else [gpus[i % len(gpus)]] if gpus else []
+        found[base] = rank_devices(recipe, own)
+    return found
 
 
 def rank_devices(recipe: Recipe, gpus: Sequence[Place]) -> list[Place]:
-    """Where each rank on this machine computes. `gpus`: the GPUs of this machine that the run may use."""
+    """Where each rank of a trainer on this machine computes. `gpus`: those that it may use."""
     wanted = recipe.train.ranks
     if not gpus:
         return [Place()] * (1 if wanted == "auto" else wanted)
     if wanted == "auto" or recipe.train.rendezvous:
         return list(gpus)
     if wanted > len(gpus):
-        what = f"{wanted} ranks need as many GPUs, but this machine has {len(gpus)}"
+        what = f"{wanted} ranks need as many GPUs, but this machine has {len(gpus)} for this trainer"
         raise WindfallError(what, where="train.ranks", fix="Lower it, or set it to 'auto'.")
     return list(gpus[:wanted])

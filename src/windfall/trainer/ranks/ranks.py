@@ -201,12 +201,13 @@ class Orders:
 
     def __init__(self, ranks: TrainerRanks) -> None:
         self.ranks = ranks
-        self._objects: dict[type, Any] = {Orders: self}
+        self._objects: list[Any] = [self]
         self._stopped = False
 
     def add(self, target: object) -> None:
-        """Let orders reach this object. Every rank adds one of this class, before rank 0 calls one of its methods."""
-        self._objects[type(target)] = target
+        """Let orders reach this object. Every rank adds the same objects in the same order: an order names its object
+        by the number in which it was added."""
+        self._objects.append(target)
 
     def call(self, method: Callable[..., T], *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> T:
         """Run a method of an added object on every rank, with `args`, or with `each[rank]`. Returns the result of this
@@ -214,25 +215,26 @@ class Orders:
         size = self.ranks.size
         if size > 1:
             assert isinstance(method, MethodType)
-            kind, function = type(method.__self__), method.__func__
+            target, function = method.__self__, method.__func__
+            number = next(i for i, each in enumerate(self._objects) if each is target)
             self._announce()
-            orders = [(kind, function, each[rank] if each is not None else args) for rank in range(size)]
+            orders = [(number, function, each[rank] if each is not None else args) for rank in range(size)]
             with self.ranks._noticing("to give an order", self.ranks.timeout_s):
                 dist.scatter_object_list([None], orders, src=0, group=self.ranks.quick_control)
         with self._noticing_losses(method):
             return method(*(args if each is None else each[0]))
 
-    def follow(self, around: Callable[[type], AbstractContextManager[None]] = lambda kind: nullcontext()) -> None:
-        """Run the orders of rank 0 until it says `stop`. `around`: makes the context of an order to an object of this
-        class."""
+    def follow(self, around: Callable[[Any], AbstractContextManager[None]] = lambda target: nullcontext()) -> None:
+        """Run the orders of rank 0 until it says `stop`. `around`: makes the context of an order to this object."""
         while not self._stopped:
             box: list[Any] = [None]
             with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
                 dist.recv(torch.zeros(1), 0, group=self.ranks.orders)
                 dist.scatter_object_list(box, None, src=0, group=self.ranks.quick_control)
-            kind, function, args = box[0]
-            with around(kind), self._noticing_losses(function):
-                function(self._objects[kind], *args)
+            number, function, args = box[0]
+            target = self._objects[number]
+            with around(target), self._noticing_losses(function):
+                function(target, *args)
 
     def _announce(self) -> None:
         """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""

@@ -111,6 +111,7 @@ async def run_trainer(folder: Path) -> int:
     from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
     from windfall.trainer.service import TrainerService
     from windfall.training import CheckpointState
+    from windfall.weights import buffers
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.controller_client import ControllerClient
@@ -122,9 +123,16 @@ async def run_trainer(folder: Path) -> int:
     server = await serve(publisher.files, host="127.0.0.1", port=0, key=auth.weights_key(token))
     weights = torch.zeros(1 << 20)
 
-    def publish(version: int, keep: Any, pack: bool) -> Any:
+    published: list[m.PublishedFiles] = []
+
+    def publish(version: int, order: m.Publish) -> Any:
         weights.add_(1.0)
-        return publisher.publish(version, {"w": weights})
+        made = publisher.publish(version, {"w": weights}, pack=order.pack)
+        holds = publisher.files.describe()
+        holder = m.HolderFiles(location=f"http://_:{server.port}", holds=holds, machine=buffers.machine())
+        files = tuple(each.file for each in holds)
+        published[:] = [m.PublishedFiles(version=version, digest=made.digest, files=files, holders=(holder,))]
+        return made
 
     o = recipe.rollout
     engine = m.EngineSpec(
@@ -134,13 +142,13 @@ async def run_trainer(folder: Path) -> int:
     )  # fmt: skip
     hello = partial(
         m.TrainerHello, micro_tokens=recipe.train.micro_tokens, model=derived.fingerprint(engine), engine=engine,
-        url=f"http://_:{server.port}",
         facts={"pid": os.getpid(), "parameters": 1 << 20, "device": "none", "dtype": "float32"},
     )  # fmt: skip
     address = await training._address(folder)
     host = TrainerService(
         trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello,
-        publish=publish, save=lambda state: "nowhere", dialer=Dialer(address, "/trainer", m.ToTrainer, ssl=None),
+        publish=publish, weights=lambda: published[-1] if published else None, save=lambda state: "nowhere",
+        dialer=Dialer(address, "/trainer", m.ToTrainer, ssl=None),
         address=lambda: address,
     )  # fmt: skip
     tasks = [asyncio.create_task(host.run())]

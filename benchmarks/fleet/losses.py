@@ -39,6 +39,7 @@ from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Request, Sampling
+from windfall.weights.pull import PulledFiles
 from windfall.worker.controller_client import ControllerClient
 
 SIGMA, SIBLINGS = 0.7, 8
@@ -118,10 +119,14 @@ class Pretender(Engine):
 class NoWeights:
     """A puller for an engine that has no weights."""
 
+    reads = False
     bytes_received = 0
 
-    def pull(self, url: str, version: int, digest: str, stop: Any = None) -> Any:
-        return SimpleNamespace(version=version, digest=digest)
+    def pull(self, load: m.Load, ask: Any, *, stop: Any) -> PulledFiles:
+        made: Any = SimpleNamespace(version=load.version, digest=load.digest, base="")
+        return PulledFiles(manifest=made)
+
+    def reroute(self, routed: m.Routed) -> None: ...
 
     def tensors(self) -> dict[str, Any]:
         return {}

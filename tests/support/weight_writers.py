@@ -11,6 +11,7 @@ exchange on all others.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -171,6 +172,7 @@ def small_slabs(state: State) -> None:
 
 
 def descriptors(state: State) -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -228,7 +228,7 @@ def test_layouts_may_change_and_no_descriptor_is_left() -> None:
                 assert writers.publish(v, v, 0.01)[0]["manifest"] == one.publish(v, model(v, 0.01))
         for rank in range(2):
             writers.call(rank, close)
-            assert writers.call(rank, descriptors) == before[rank]
+            assert writers.call(rank, descriptors) <= before[rank]
     one.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_mapped_memory_outlives_the_descriptors() -> None:
 
 @pytest.mark.parametrize("change", [{"fd": 9999}, {"pid": 2**22 - 1}, {"inode": 1}])
 def test_wrong_handle_is_refused(change: dict[str, Any]) -> None:
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     buffer = Buffer(100)
     handle: BufferHandle = buffer.handle._replace(**change)
@@ -49,7 +51,7 @@ def test_wrong_handle_is_refused(change: dict[str, Any]) -> None:
         Buffer.map(handle)
     buffer.close()
     del buffer
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_handle_of_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
@@ -351,6 +352,7 @@ def test_pull_over_tls(serving: Callable[..., Any], certificate: Path) -> None:
 def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # what earlier tests have left
     fds = len(os.listdir("/proc/self/fd"))
     for free in (1e12, 0.0):  # in memory, then in files of the folder
         monkeypatch.setattr(buffers, "free_bytes", lambda free=free: free)
@@ -376,7 +378,7 @@ def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
         assert p.current is None
         with pytest.raises(WindfallError, match="closed"):
             p.publish(9, w)
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_tensors_may_change_once_copied() -> None:

@@ -244,7 +244,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
     auth.make_token(tmp_path / "token")
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"),
+        engine=SimpleNamespace(model_config="{}"), policy="",
     )  # fmt: skip
 
     async def main() -> None:
@@ -285,7 +285,7 @@ def test_run_goes_back_from_fp8_once_and_for_good(tmp_path: Path, gap: float, wh
     """Workers that join later get the new spec, and so do those of the next controller."""
     auth.make_token(tmp_path / "token")
     recipe = parse_recipe({"engine": {"kv_dtype": "fp8"}}, where="here")
-    hello: Any = SimpleNamespace(model="m", engine=msgspec.structs.replace(SPEC, kv_dtype="fp8"))
+    hello: Any = SimpleNamespace(model="m", policy="", engine=msgspec.structs.replace(SPEC, kv_dtype="fp8"))
     kinds: list[str] = []
 
     async def main() -> None:
@@ -323,7 +323,7 @@ def test_steps_missing_from_the_log_are_reported_once(
         log.scalar("step", step=step)
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"),
+        engine=SimpleNamespace(model_config="{}"), policy="",
     )  # fmt: skip
 
     async def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
@@ -351,6 +352,7 @@ def test_pull_over_tls(serving: Callable[..., Any], certificate: Path) -> None:
 def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # of other tests
     fds = len(os.listdir("/proc/self/fd"))
     for free in (1e12, 0.0):  # in memory, then in files of the folder
         monkeypatch.setattr(buffers, "free_bytes", lambda free=free: free)

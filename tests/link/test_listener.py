@@ -171,7 +171,7 @@ def test_text_from_unauthenticated_peer_is_clipped(open_gate: OpenGate) -> None:
                 await link.receive()
             await link.close()
             link, challenge = await d.dial()
-            await link.send(d.hello(challenge, model="m\n" * 10_000))
+            await link.send(d.hello(challenge, model="m\n" * 10_000, lends=True))
             refused = await link.receive()
             assert len(refused.why) <= MAX_QUOTED_CHARS
             assert "\n" not in refused.why

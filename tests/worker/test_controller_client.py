@@ -198,7 +198,7 @@ def test_patience_begins_with_the_last_link(tmp_path: Path) -> None:
 def test_permanently_refused_worker_exits(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            stranger, other = start(token="another token"), start(name="other", model="model-2")
+            stranger, other = start(token="another token"), start(name="other", model="model-2", lends=True)
             assert (await stranger.ends(), await other.ends()) == (3, 3)
             assert "wrong token" in stranger.said[-1]
             assert "the run trains model model-1" in other.said[-1]

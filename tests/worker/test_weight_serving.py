@@ -46,7 +46,7 @@ def test_a_worker_reads_from_another_one(tmp_path: Path, monkeypatch: pytest.Mon
             def join(name: str) -> Puller:
                 puller = Puller(key=auth.weights_key(TOKEN))
                 worker: Any = start(name=name, files=puller.files)
-                worker.client.puller = puller
+                worker.client.puller = worker.client._pullers[""] = puller
                 return puller
 
             first = join("a")
@@ -95,7 +95,12 @@ def test_a_worker_with_many_parts_of_many_files_can_join(tmp_path: Path) -> None
             await site.until(lambda: site.hellos or worker.running.done(), "the worker has joined")
             (hello,) = site.hellos
             assert [len(each.ranges) for each in hello.holds] == [64] * 32
-            longest = {"location": "l" * 128, "machine": "m" * 128, "digest": "g" * 128, "own_address": "a" * 45}
+            longest = {
+                "location": "l" * 128,
+                "machine": "m" * 128,
+                "held": {"p" * 32: (1, "g" * 128)},
+                "own_address": "a" * 45,
+            }
             size = len(m.encode(msgspec.structs.replace(hello, **longest)))
             assert UNAUTHENTICATED_BYTES // 2 < size < UNAUTHENTICATED_BYTES
 

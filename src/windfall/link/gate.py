@@ -77,7 +77,9 @@ class Gate:
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name must be 1 to 64 printable characters without '#'")
         elif max(map(len, _texts(hello))) > 128:
-            await self._refuse(link, "its device, region, location, machine, policy or digest has over 128 characters")
+            await self._refuse(
+                link, "its model, device, region, location, machine, policy or digest has over 128 characters"
+            )
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
         elif hello.lends and not self._borrows:
@@ -154,4 +156,4 @@ class Gate:
 def _texts(hello: m.Hello) -> tuple[str, ...]:
     """What a worker says of itself, apart from its name."""
     held = (text for policy, (_, digest) in hello.held.items() for text in (policy, digest))
-    return (hello.lease.device, hello.lease.region, hello.location, hello.machine, *held)
+    return (hello.model, hello.lease.device, hello.lease.region, hello.location, hello.machine, *held)

@@ -22,7 +22,7 @@ def pulling(name: str = "w") -> Members:
     members = Members(Patience(suspect_s=3.0, gone_s=8.0, stalled_s=STALLED_S))
     members.join(name, Lease(), 0.0)
     members.pull(name, 0.0)
-    members.all[name].requested = (3, "d")
+    members.all[name].first.requested = (3, "d")
     return members
 
 
@@ -48,7 +48,7 @@ def test_slow_pull_that_makes_progress_is_not_stuck() -> None:
 def test_failed_attempts_are_no_progress() -> None:
     """Its network drops everything: each attempt fails after a while, and the next begins."""
     members = pulling()
-    members.all["w"].failed = 2
+    members.all["w"].first.failed = 2
     why = [beat(members, s / 4, "pull" if s % 8 else "") for s in range(60)]
     assert any(said and "and 2 attempts failed" in said[0] for said in why)
 

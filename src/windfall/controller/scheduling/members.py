@@ -263,10 +263,6 @@ class Member:
     def requested(self) -> tuple[int, str]:
         return self.first.requested
 
-    @requested.setter
-    def requested(self, requested: tuple[int, str]) -> None:
-        self.first.requested = requested
-
     @property
     def failed(self) -> int:
         return self.first.failed

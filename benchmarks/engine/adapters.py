@@ -2,6 +2,7 @@
 
     python benchmarks/engine/adapters.py                        0.6B and 8B, 1, 4 and 16 adapters of rank 16
     python benchmarks/engine/adapters.py --vllm FOLDER          also vLLM's own adapters, as a windfall engine
+    python benchmarks/engine/adapters.py --quick --model 8b     one model, fewer cases
     python benchmarks/engine/adapters.py --model tiny --device cpu        check that the benchmark itself works
 
 First the kernels are compared with plain torch on the shapes of the model (check), and each projection with adapters is
@@ -45,6 +46,7 @@ class Case:
     rank: int
     vllm: bool = False
     kernels: bool = False  # check and time the kernels only
+    quick: bool = False  # fewer cases
 
     @property
     def name(self) -> str:
@@ -135,7 +137,7 @@ def vllm_engine(case: Case) -> Any:
 def measure(case: Case) -> None:
     job = Job(model=case.model, device=case.device)
     peer = Policies(vllm_engine(case) if case.vllm else windfall_engine(case), case.adapters)
-    for batch in (4,) if case.tiny else (16, 64, 256):
+    for batch in (4,) if case.tiny else (16, 256) if case.quick else (16, 64, 256):
         prompt, short, long = (24, 4, 20) if case.tiny else (192, 16, 144)
         works = [alike(job, batch, prompt, length, batch) for length in (short, long)]
         for work in reversed(works):
@@ -143,7 +145,7 @@ def measure(case: Case) -> None:
         short_s, long_s = (min(timed_s(peer, work) for _ in range(2)) for work in works)
         step_ms = 1e3 * (long_s - short_s) / (long - short)
         Figure(what="decode", case=f"batch {batch}", value=step_ms, unit="ms").emit()
-    for count in (8,) if case.tiny else (64, 256, 1024):
+    for count in (8,) if case.tiny else (256,) if case.quick else (64, 256, 1024):
         prompt, length = (16, 24) if case.tiny else (128, 256)
         works = [alike(job, count, prompt, length, 1000 * count + seed) for seed in range(3)]
         rate = works[0].tokens / best_s(peer, works)
@@ -244,8 +246,8 @@ def table(rows: Rows) -> str:
     >>> f = Figure(what="decode", case="batch 16", value=2.0, unit="ms")
     >>> slower = Figure(what="decode", case="batch 16", value=2.5, unit="ms")
     >>> print(table({("8b", "decode", "batch 16"): {("windfall", 0): f, ("windfall", 4): slower}}))
-    model   what     case                          windfall merged       windfall 4
-    8b      decode   batch 16                              2.00 ms   2.50 ms (0.80)
+    model   what     case                       windfall merged       windfall 4
+    8b      decode   batch 16                           2.00 ms   2.50 ms (0.80)
     """
     columns = list(dict.fromkeys(c for by in rows.values() for c in by))
     heads = "".join(f"{engine + ' ' + (str(n) if n else 'merged'):>17}" for engine, n in columns)
@@ -270,7 +272,8 @@ def one(case: Case, env: dict[str, str], timeout_s: float) -> list[Figure]:
     for line in run(Path(__file__), ["--one", json.dumps(asdict(case))], env, timeout_s):
         f = Figure.parse(line)
         if f is None:
-            print(f"  {line}", flush=True)
+            if line.startswith("check"):  # the rest is what libraries say
+                print(f"  {line}", flush=True)
             continue
         found.append(f)
         share = f" ({f.share:.2f} times as long as without adapters)" if f.share else ""
@@ -285,6 +288,7 @@ def main() -> None:
     p.add_argument("--model", default="0.6b,8b", help=f"comma-separated, from {', '.join(SHAPES)}")
     p.add_argument("--adapters", default="1,4,16", help="comma-separated numbers of adapters")
     p.add_argument("--rank", type=int, default=16)
+    p.add_argument("--quick", action="store_true", help="fewer cases")
     p.add_argument("--device", default="cuda")
     p.add_argument("--vllm", type=Path, help="folder where vLLM is installed")
     p.add_argument("--timeout-s", type=float, default=300, help="timeout of each process in seconds")
@@ -297,7 +301,7 @@ def main() -> None:
     counts, rows, failed = [int(n) for n in args.adapters.split(",")], Rows(), False
     path = os.environ.get("PYTHONPATH", "")
     for model in args.model.split(","):
-        how: dict[str, Any] = {"model": model, "device": args.device, "rank": args.rank}
+        how: dict[str, Any] = {"model": model, "device": args.device, "rank": args.rank, "quick": args.quick}
         cases = [Case(adapters=max(counts), kernels=True, **how)] if args.device == "cuda" else []
         cases += [Case(adapters=n, **how) for n in (0, *counts)]
         cases += [Case(adapters=n, vllm=True, **how) for n in (0, *counts)] if args.vllm else []

@@ -9,6 +9,7 @@ a GPU; the host should need less than half of that. It needs no GPU, and does no
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from windfall.types import Request
 @dataclass
 class FinishedLaunch:
     work: Launch
-    version: int
+    versions: Mapping[str, int]
     tokens: np.ndarray
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +50,7 @@ class InstantDevice:
         self.pool = SimpleNamespace(data=True)
         self.sent_words = 0
 
-    def launch(self, work: Launch, version: int) -> FinishedLaunch:
+    def launch(self, work: Launch, versions: Mapping[str, int]) -> FinishedLaunch:
         rows = sum(p.stop - p.start for p in work.prefill)
         key = PrefillKey(prefill_rows(rows), TILE, prefill_rows(rows) // TILE + len(work.prefill))
         prefill = prefill_arrays(work.prefill, key, TILE, self.host_state.slots) if rows else []
@@ -64,7 +65,7 @@ class InstantDevice:
             going = np.arange(work.steps)[:, None] < self.left[work.slots]
             tokens[1:, : len(work.slots)] = np.where(going, 7, -1)
             self.left[work.slots] -= going.sum(0)
-        return FinishedLaunch(work, version, tokens)
+        return FinishedLaunch(work, versions, tokens)
 
 
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:

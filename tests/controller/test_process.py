@@ -45,14 +45,14 @@ class FullDisk(io.BytesIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def run(folder: Path, disturb: Callable[[ControllerProcess], Any], *, soon_s: float = 0.1) -> ControllerProcess:
-    """Run a controller until it ends; `disturb` is called after `soon_s` seconds."""
+def run(folder: Path, disturb: Callable[[ControllerProcess], Any]) -> ControllerProcess:
+    """Run a controller until it ends; `disturb` is called soon."""
     auth.make_token(folder / "token")
 
     async def main() -> ControllerProcess:
         events = EventLog(folder / "events.jsonl")
         it = ControllerProcess(Recipe(), folder, events, resumed=False)
-        asyncio.get_running_loop().call_later(soon_s, disturb, it)
+        asyncio.get_running_loop().call_later(0.1, disturb, it)
         async with asyncio.timeout(10):
             await errors.guard(it.run())
         events.close()
@@ -178,10 +178,15 @@ def test_snapshots_may_fail_a_few_times(tmp_path: Path, failures: int, monkeypat
                 raise OSError(errno.ENOSPC, "No space left on device")
         real(path, text)
 
+    def stop_later(it: ControllerProcess) -> None:
+        if tried[0] > failures + 5:
+            stop(it)
+        else:
+            asyncio.get_running_loop().call_later(0.05, stop_later, it)
+
     monkeypatch.setattr(folders, "replace", replace)
     if failures < controller.SNAPSHOT_TRIES:
-        run(tmp_path, stop, soon_s=0.5)
-        assert tried[0] > failures + 5
+        run(tmp_path, stop_later)
         return
     with pytest.raises(WindfallError, match="No space left on device") as caught:
         run(tmp_path, lambda it: None)

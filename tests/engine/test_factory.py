@@ -51,7 +51,7 @@ def test_engine_is_built_for_adapters_and_leaves_room_for_them(monkeypatch: pyte
     wanted = spec(adapters=2, adapter_rank=4)
     model = factory.build_model(wanted, "cpu")
     matrices = [p for name, p in model.named_parameters() if "layers" in name and p.dim() == 2]
-    room = 2 * 4 * 4 * sum(sum(p.shape) for p in matrices)
+    room = 2 * 16 * 4 * sum(sum(p.shape) for p in matrices)
     assert factory.adapter_bytes(wanted, model) == room > 0
     monkeypatch.setattr(factory, "free_bytes", lambda device: 400 * TOKEN_BYTES + room)
     engine, _ = factory.build_engine(wanted, "cpu", model=model, share=0.5)

@@ -88,9 +88,11 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
 
 def adapter_bytes(spec: EngineSpec, model: Any) -> int:
     """Bytes that the adapters of the spec take beside the model, if they change all layers of its decoder layers."""
+    from windfall.engine.cuda.adapters import padded_rank
+
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     sizes = sum(sum(shape) for name, shape in shapes if len(shape) == 2 and re.search(r"\.\d+\.", name))
-    return spec.adapters * spec.adapter_rank * sizes * model.dtype.itemsize
+    return spec.adapters * padded_rank(spec.adapter_rank) * sizes * model.dtype.itemsize
 
 
 def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float, reserved: int = 0) -> tuple[int, int]:

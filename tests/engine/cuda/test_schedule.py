@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) 
 @dataclass
 class FinishedLaunch:
     work: Launch
-    version: int
+    versions: Mapping[str, int]
     tokens: np.ndarray
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -105,8 +105,8 @@ class Emulated:
         w = self.host_state
         return self.image[w.offsets[name] : w.offsets[name] + w.sizes[name]]
 
-    def launch(self, work: Launch, version: int) -> FinishedLaunch:
-        self.version = version
+    def launch(self, work: Launch, versions: Mapping[str, int]) -> FinishedLaunch:
+        self.version = versions[""]
         out = np.full((1 + work.steps, self.host_state.slots), -1, np.int64)
         assert work.prefix_groups.tolist() == expected_groups(work.rows, self.sharing, self.size)
         if work.steps:
@@ -129,7 +129,7 @@ class Emulated:
                 self._write(slot, self.part("length")[slot], self.part("last")[slot])
             for n, slot in active:
                 out[1 + step, n] = self._draw(slot, *reads[n])
-        return FinishedLaunch(work, version, out)
+        return FinishedLaunch(work, versions, out)
 
     def _write(self, slot: int, n: int, token: int) -> None:
         page = self.part("table")[slot * self.host_state.pages_each + n // self.size]
@@ -359,7 +359,9 @@ def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
     run.add(prompt=(7, *prompt), seed=7, max_tokens=60)
     seen = []
     launch = run.engine._device.launch
-    run.engine._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
+    run.engine._device.launch = lambda work, versions: (
+        seen.append(work.prefix_groups.tolist()) or launch(work, versions)
+    )
     run.step()
     assert seen[0] == [[0, 3, 28], [3, 3, 28]]
     run.cancel("1")
@@ -407,7 +409,7 @@ def test_while_prompts_wait_few_launches_decode(every: int) -> None:
         run.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
     steps = []
     launch = run.engine._device.launch
-    run.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
+    run.engine._device.launch = lambda work, versions: steps.append(work.steps) or launch(work, versions)
     while len(run.engine):
         run.step()
     prefills = steps.index(8)

@@ -171,7 +171,7 @@ class Scribbles(Sound):
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         data = (turns[-1].text + self.options.get("end", "\n")).encode() * self.options.get("times", 1)
-        for fd in range(3, 64):
+        for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
                     os.write(fd, data)

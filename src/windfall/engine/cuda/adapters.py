@@ -88,6 +88,8 @@ class DeviceAdapters:
         for n, block in enumerate(model.model.layers):
             prefix = f"model.layers.{n}."
             self.layers.append({name: self._projection(prefix, block, name, padded_rank(rank)) for name in PROJECTIONS})
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # where the weights were
 
     @torch.no_grad()
     def _projection(self, prefix: str, block: Any, name: str, rank: int) -> ProjectionAdapters:

@@ -201,7 +201,7 @@ def _random_adapter(model: Any, seed: int) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if type(layer) is torch.nn.Linear and re.search(r"\.\d+\.", name):
             outputs, inputs = layer.weight.shape
-            size = float(layer.weight.std()) * (inputs / ADAPTER_RANK) ** 0.5 / (3 * ADAPTER_SCALE)
+            size = float(layer.weight.detach().std()) * (inputs / ADAPTER_RANK) ** 0.5 / (3 * ADAPTER_SCALE)
             out[name + LORA_A] = torch.randn(ADAPTER_RANK, inputs, generator=noise) / inputs**0.5
             out[name + LORA_B] = size * torch.randn(outputs, ADAPTER_RANK, generator=noise)
     return out

@@ -3,7 +3,8 @@
     y = x @ W.T + scale * (x @ A.T) @ B.T        A, B and scale: those of the row's adapter; none: y = x @ W.T
 
 `TorchAdapters` has a module tree of its own with the parameters of the given one. The layers that an adapter changes
-are replaced in it by `AdaptedLinear`, around the layer that was there. A layer that no adapter changes stays as it is.
+are replaced in it by `AdaptedLinear`, around the layer that was there, packed (prepacked.py) or not. A layer that no
+adapter changes stays as it is.
 
 Rules:
 - rows without an adapter have the bits of the base model;

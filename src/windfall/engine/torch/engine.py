@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
+from windfall.engine.held_policies import PolicyWeights
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
 from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, widest
@@ -94,9 +95,11 @@ class TorchEngine(PagedEngine):
             self._learn(work, chunks, time.monotonic() - began_s, searched_s)
         return chunks
 
-    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        self._runner.forget_weights()
-        super().swap(version, weights)
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
+        keeps_base = weights is not None and PolicyWeights.of(weights).base is None
+        if not (self.capabilities.adapters and keeps_base):
+            self._runner.forget_weights()
+        super().swap(version, weights, policy=policy)
 
     def cancel(self, id: str) -> None:
         super().cancel(id)

@@ -133,6 +133,8 @@ def role_serve(mib: int, device: str) -> None:
 
 
 def role_read(parallel: int) -> None:
+    import aiohttp.web  # noqa: F401  (a worker has imported it before its first pull)
+
     puller, buffers = Puller(key=KEY, parallel=parallel), {}
     for line in sys.stdin:
         ask = json.loads(line)

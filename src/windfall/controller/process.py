@@ -214,7 +214,9 @@ class ControllerProcess:
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
         await self.life.attend_trainer(link, hello)
         await asyncio.sleep(TRAINER_HEARTBEAT_S)
-        if self.life.policies[hello.policy].trainer.hello is None and folders.held(self.folder, "trainer"):
+        bases = [base for base, names in self.recipe.bases().items() if hello.policy in names]
+        held = any(folders.held(self.folder, folders.trainer_role(base)) for base in bases)
+        if held and self.life.policies[hello.policy].trainer.hello is None:
             # Its process holds the lock but does not reconnect: it is frozen. The controller does not kill it, because
             # a pid that came over a link cannot be trusted. The supervisor knows what it has started, and restarts it.
             pid = int(hello.facts["pid"])

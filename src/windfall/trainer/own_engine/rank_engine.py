@@ -67,6 +67,12 @@ class PulledCopy:
         with self._lock:
             return self._puller.pull(load, ask, stop=stop)
 
+    def beside(self) -> PulledCopy:
+        raise NotImplementedError("the trainer's own engine holds one policy")
+
+    def close(self) -> None:
+        """The copy is kept as long as the process runs."""
+
     def reroute(self, routed: Routed) -> None:
         self._puller.reroute(routed)
 

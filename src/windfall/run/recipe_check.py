@@ -21,7 +21,6 @@ from windfall.link import tls
 from windfall.models import load
 from windfall.providers import trace
 from windfall.providers.trace import Change
-from windfall.recipe.policies import refuse_several
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
 from windfall.weights import adapter_folder
@@ -37,7 +36,6 @@ GENERATED_TRACE_S = 24 * 3600.0
 def check(recipe: Recipe) -> str:
     """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment, and about
     the policies if there are several."""
-    refuse_several(recipe.policies)
     for name in recipe.names():
         check_adapter(recipe.of(name))
         _check_group_size(recipe.of(name))

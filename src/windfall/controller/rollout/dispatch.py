@@ -37,7 +37,7 @@ from windfall.controller.scheduling.holding import BaseDemand, Holding
 from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
-from windfall.controller.scheduling.versions import Offer, PolicyVersions, VersionWindow
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -203,16 +203,6 @@ class Dispatch:
     def lead(self) -> PolicyVersions:
         """The first policy."""
         return next(iter(self.versions.values()))
-
-    @property
-    def offer(self) -> Offer | None:
-        """The newest version of the first policy."""
-        return self.lead.offer
-
-    @property
-    def window(self) -> VersionWindow:
-        """That of the first policy."""
-        return self.lead.window
 
     def add_policy(self, versions: PolicyVersions, directory: Directory | None = None) -> None:
         """One more policy, at any time. Workers that are here get it when they join again."""

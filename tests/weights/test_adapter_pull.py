@@ -42,8 +42,9 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         lambda self, *a, **k: (written.append(names.get(self.data_ptr(), "")), real(self, *a, **k))[1],
     )  # fmt: skip
 
-    def load(version: int, *, fails: bool = False) -> int:
-        """Publish the adapters, and do what a worker does. Returns the bytes that it pulled."""
+    def load(version: int, *, fails: bool = False, refused: bool = False) -> int:
+        """Publish the adapters, and do what a worker does. Returns the bytes that it pulled. `refused`: the engine
+        keeps what it has."""
         with torch.no_grad():
             for layer in adapters.layers.values():
                 layer.lora_B.add_(0.1 * torch.randn(layer.lora_B.shape))
@@ -51,8 +52,9 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         pulled = client._pull(s.load(made, puller.held.digest if puller.held else ""), threading.Event())
         assert pulled.tensors is not None
         written.clear()
-        session.held = {}  # as a session does until the swap is complete
-        if not fails:
+        if not refused:
+            session.held = {}  # as a session does until the swap is complete
+        if not fails and not refused:
             copy_weights(model, version, pulled.tensors)
             session.held = {"": (version, made.digest)}
         return pulled.bytes
@@ -76,7 +78,8 @@ def test_worker_merges_every_version_and_copies_the_base_once(
     load(3, fails=True)
     load(4)  # what the engine holds is not known, so all of it is written
     check(everything)
-    load(5)
+    load(5, refused=True)
+    load(6)
     check(adapted)
 
 

@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import xxhash
@@ -39,7 +38,7 @@ from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Request, Sampling
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 
 SIGMA, SIBLINGS = 0.7, 8
@@ -116,23 +115,11 @@ class Pretender(Engine):
         return out
 
 
-class NoWeights:
+class NoWeights(WeightPuller):
     """A puller for an engine that has no weights."""
 
-    reads = False
-    bytes_received = 0
-
-    def pull(self, load: m.Load, ask: Any, *, stop: Any) -> PulledFiles:
-        made: Any = SimpleNamespace(version=load.version, digest=load.digest, base="")
-        return PulledFiles(manifest=made)
-
-    def reroute(self, routed: m.Routed) -> None: ...
-
-    def tensors(self) -> dict[str, Any]:
-        return {}
-
-    def base_tensors(self) -> dict[str, Any]:
-        return {}
+    def pull(self, load: m.Load, ask: Any = None, *, stop: Any = None) -> PulledWeights:
+        return PulledWeights(digest=load.digest, tensors={})
 
 
 async def worker(url: str, name: str, tally: Path) -> int:

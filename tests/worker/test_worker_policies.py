@@ -18,8 +18,9 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Capabilities, Chunk, Lease, Request, Sampling
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
-from windfall.worker.worker_link import PulledWeights, WorkerLink
+from windfall.worker.worker_link import WorkerLink
 
 WAIT_S = 10.0
 
@@ -182,7 +183,7 @@ def test_an_engine_without_slots_keeps_the_policy_that_it_has() -> None:
     asyncio.run(main())
 
 
-class Buffer:
+class Buffer(WeightPuller):
     """Takes the place of a Puller."""
 
     reads, made = True, 0

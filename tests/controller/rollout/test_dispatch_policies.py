@@ -236,6 +236,41 @@ def test_a_frame_must_name_the_versions_of_its_policies(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        m.Tokens(
+            version=0, handles=(), positions=(), counts=(), tokens=b"", logprobs=b"", finished={}, versions={"judge": 1}
+        ),
+        m.Loaded(version=1, digest="judge1", slots=SLOTS, s=0.0, pulled_bytes=0, policy="../judge"),
+        m.AskRoute(file="f", policy="judge"),
+        m.LoadFailed(version=1, why="no source", policy="judge"),
+        m.Stats(running=0, made=0, steps=0, idle_s=0.0, policy="nobody"),
+    ],
+)
+def test_a_worker_knows_its_own_policies_only(tmp_path: Path, lie: Any) -> None:
+    """What it says of others is malformed, or has no effect."""
+
+    async def scene(run: Run) -> None:
+        a = await run.join("a", base="solver", held={"judge": (1, "judge1"), "\0": (1, "d")})
+        assert set(run.dispatch.members.all["a"].held) == {"solver", "verifier"}
+        await a.load()
+        run.open("solver", "0/0")
+        await run.settle()
+        await a.link.send(lie)
+        await run.settle()
+        member = run.dispatch.members.all["a"]
+        if isinstance(lie, m.LoadFailed | m.Stats):
+            assert (member.state, len(a.work)) == (WorkerState.READY, 1)
+            assert not any(held.failed for held in member.held.values())
+        else:
+            assert "which it was not asked for" in member.why
+            assert list(run.dispatch.ledger.queues["solver"]) == ["0/0"]
+        assert set(member.frame_versions) <= {"solver", "verifier"}
+
+    play(tmp_path, scene)
+
+
 def test_a_load_that_fails_stops_its_policy_only(tmp_path: Path) -> None:
     async def scene(run: Run) -> None:
         a = await run.join("a", base="solver")

@@ -41,7 +41,7 @@ from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
-from windfall.link.base import BadFrame, Link, LinkClosed
+from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.recipe.sections import Techniques
 from windfall.types import Capabilities
 
@@ -370,6 +370,8 @@ class Dispatch:
         self.ledger.engines[member.id] = member.engine.rounding
 
     def _accept(self, member: Member, frame: m.Tokens) -> None:
+        if strange := frame.versions.keys() - member.held.keys():
+            raise Malformed(f"has a version of policy {clip(min(strange))!r}, which it was not asked for")
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
         # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.

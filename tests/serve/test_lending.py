@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.lenders import (
     Lending,
-    Weights,
     episode,
     expected,
     lending,

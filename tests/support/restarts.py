@@ -70,7 +70,7 @@ class RestartingTrainer(LinkedTrainer):
         """Start a process with the weights of the last checkpoint."""
         self.weights, self.published = self.saved, {self.saved.digest}
         self._drop_samples()
-        self._stores[0].fail("")
+        self.base.stores[0].fail("")
         super().start(began_s)
 
     def kill(self, why: str = "killed") -> None:
@@ -83,7 +83,7 @@ class RestartingTrainer(LinkedTrainer):
         loop = asyncio.get_running_loop()
         self._process = None
         self.published = set()
-        self._stores[0].fail("unreachable")
+        self.base.stores[0].fail("unreachable")
         self.cut(why)
         self.on_exit()
         loop.call_later(self.down_s, self.start, loop.time())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from windfall.controller.cost.bill import Holder, Totals
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 
+TOLERANCE_USD = 1e-6
 TOLERANCE_S = 1e-4
 """Times in a log are exact to less than a microsecond, but many of them are summed."""
 
@@ -51,6 +52,24 @@ def check(
         billed_s = billed.holders[holder].total_s if holder in billed.holders else 0.0
         if s and abs(billed_s - s) > TOLERANCE_S + 1e-7 * s:
             raise InvariantBroken("bill", f"{holder}: {billed_s:.6f} s are billed, but {s:.6f} s elapsed")
+
+
+def check_policies(bill: dict[str, Any], bases: Mapping[str, Sequence[str]]) -> None:
+    """The dollars of the policies add up to the bill, every token is of one policy, and every second of a trainer is of
+    one base."""
+    if "" in bases:
+        return
+    totals = msgspec.convert(bill, Totals)
+    usd = totals.usd_of(bases, {})
+    if abs(sum(usd.values()) - totals.all.total_usd) > TOLERANCE_USD:
+        raise InvariantBroken("bill", f"the policies pay {usd}, but the bill is ${totals.all.total_usd:.6f}")
+    for holder, account in totals.holders.items():
+        if sum(account.tokens_of.values()) != account.tokens:
+            raise InvariantBroken("bill", f"{holder}: {account.tokens} tokens, but by policy {account.tokens_of}")
+    trainer_s = totals.holders["trainer"].total_s if "trainer" in totals.holders else 0.0
+    by_base = {base: account.total_s for base, account in totals.trainers.items()}
+    if abs(sum(by_base.values()) - trainer_s) > TOLERANCE_S:
+        raise InvariantBroken("bill", f"trainers are billed for {trainer_s:.6f} s, but by base for {by_base}")
 
 
 def _seconds_of_controller(

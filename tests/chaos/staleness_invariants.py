@@ -1,11 +1,10 @@
-"""The invariants of asynchronous training (`rollout.staleness` above 0). They are checked against records that are kept
-here: which version and digest a worker had when it generated a token, and which weights were trained from which.
+"""The invariants of asynchronous training of one policy (`rollout.staleness` above 0). They are checked against records
+that are kept here: which version and digest a worker had when it generated a token, and which weights were trained from
+which.
 
 - window: a token is accepted only if the weights that generated it, by version and digest, are within the bound when it
   is accepted. Only workers that have reported such weights get work;
 - bound: no token is trained on with a lag above the bound, and the trainer is told the true lag;
-- twice: no response is trained on in two steps of the weights' history. If the trainer falls back to a checkpoint, the
-  history continues from there;
 - lost: every admitted task is trained on, still open, or given up for a reason that these records confirm: all its
   responses are too old, or nothing can be learned from them. The same holds for a response that is missing from its
   group in a batch.
@@ -26,13 +25,16 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.training import Sample
+from windfall.types import policy_of
 
 
 class StalenessInvariants:
-    def __init__(self, injector: FaultInjector) -> None:
-        recipe = injector.simulation.scenario.recipe
+    def __init__(self, injector: FaultInjector, policy: str, segments: Mapping[int, tuple[str, str]]) -> None:
+        """`segments`: by first token of a response, or of a role's part of it: its id and role."""
+        recipe = injector.simulation.scenario.recipe.of(policy)
         self._injector = injector
-        self._trainer = injector.simulation.trainer
+        self._trainer = injector.simulation.trainers[policy]
+        self._policy, self._segments = policy, segments
         self._recipe = recipe
         self.bound = recipe.rollout.staleness
         self._size = recipe.rollout.group_size
@@ -95,13 +97,19 @@ class StalenessInvariants:
 
     def forget_tokens(self, kept: Mapping[str, int]) -> None:
         """The controller was killed. `kept`: by response, the number of tokens that were certainly on disk."""
+        tokens = {id: id_token for id_token, (id, _) in self._segments.items()}
         for id, count in kept.items():
             if ":" not in id:
-                task, sibling = id.split("/")
-                del self._versions.get(self._id_token(int(task), int(sibling)), array("q"))[count:]
+                del self._versions.get(tokens[id], array("q"))[count:]
 
-    def _id_token(self, task: int, sibling: int) -> int:
-        return id_token_of(seed_of(self._recipe.run.seed, task, sibling))
+    def _id_tokens(self, task: int) -> list[int]:
+        """The first tokens of what this policy says in a task, as far as it is known: without roles, all of it."""
+        if not self._policy:
+            return [id_token_of(seed_of(self._recipe.run.seed, task, n)) for n in range(self._size)]
+        return [
+            id_token for id_token, (id, role) in self._segments.items()
+            if id.partition("/")[0] == str(task) and policy_of(role) == self._policy
+        ]  # fmt: skip
 
     def is_too_old(self, id_token: int, version: int) -> bool:
         """Whether the response already has tokens that a trainer at this version cannot train on."""
@@ -109,10 +117,10 @@ class StalenessInvariants:
         return bool(versions) and not version - self.bound <= min(versions) <= max(versions) <= version
 
     def check_assignment(self, link: FaultyLink, offer: Offer) -> None:
-        if link.loaded not in set(self._window(offer)):
+        if link.loaded.get(self._policy) not in set(self._window(offer)):
             raise InvariantBroken("window", f"{link.peer} gets work with {link.loaded}; the newest version is {offer}")
 
-    # bound, twice, lost
+    # bound, lost
 
     def check_batch(self, step: int, samples: list[Sample]) -> None:
         digest = self._trainer.weights.digest
@@ -128,16 +136,13 @@ class StalenessInvariants:
             if lags != true:
                 what = f"step {step} trains on {id_token} with the lags {lags}, but they are {true}"
                 raise InvariantBroken("bound", what)
-            if id_token in self._trained_in:
-                what = f"step {step} trains on {id_token}, and so did step {self._trained_in[id_token]}"
-                raise InvariantBroken("twice", what)
             self._trained_in[id_token] = step
 
     def check_lost(self, admission: Admission, version: int) -> None:
         """`version`: the trainer's version when a group was last taken or dropped."""
         here = {*admission.open_tasks, *admission.taken}
         for task in set(range(admission.next_task)) - here:
-            id_tokens = [self._id_token(task, n) for n in range(self._size)]
+            id_tokens = self._id_tokens(task)
             steps = {self._trained_in[t] for t in id_tokens if t in self._trained_in}
             at = min(steps, default=version + 1) - 1
             left = [t for t in id_tokens if t not in self._trained_in and not self.is_too_old(t, at)]

@@ -4,9 +4,10 @@
           ▲                                                   │
           └── down_s ── killed, or the link closed between two updates of a step: restart from the last checkpoint
 
-When the trainer is killed, `local` dies with it. When its link closes, the current order is completed, but its reply is
-lost: an update counts, and samples accumulated for the next update are dropped. A killed controller loses everything
-that is not on disk; its event log and its journal are. Its links close, and the peers dial again.
+With several policies, those of one base have one process, with a link for each. When the trainer is killed, `local`
+dies with it. When its link closes, the current order is completed, but its reply is lost: an update counts, and samples
+accumulated for the next update are dropped. A killed controller loses everything that is not on disk; its event log and
+its journal are. Its links close, and the peers dial again.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class RestartingTrainer(LinkedTrainer):
         """Number of updates since the last complete step."""
         super().__init__(*args, **options)
         self.on_exit: Callable[[], None] = lambda: None
+        self.process: list[RestartingTrainer] = [self]
+        """The trainers of all policies in its process."""
         self.on_trained: Callable[[int, list[Sample]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
         self.saved = self.weights
@@ -75,12 +78,15 @@ class RestartingTrainer(LinkedTrainer):
 
     def kill(self, why: str = "killed") -> None:
         """Kill the process. The next one starts after `down_s`."""
-        if self._process is not None:
-            self._process.cancel()
-            self._die(why)
+        for trainer in self.process:
+            trainer._die(why)
 
     def _die(self, why: str) -> None:
+        if self._process is None:
+            return
         loop = asyncio.get_running_loop()
+        if self._process is not asyncio.current_task():
+            self._process.cancel()
         self._process = None
         self.published = set()
         self._stores[0].fail("unreachable")
@@ -94,7 +100,7 @@ class RestartingTrainer(LinkedTrainer):
             if self._completed is not None:
                 self._publish()
             if self._updates:
-                self._die("its weights belong to no version")
+                self.kill("its weights belong to no version")
                 return
             self._drop_samples()
             await asyncio.sleep(REDIAL_S)
@@ -131,6 +137,7 @@ class RestartingSimulation(Simulation):
 
     trainer_class = RestartingTrainer
     trainer: RestartingTrainer
+    trainers: dict[str, RestartingTrainer]
     fleet_class = RestartingFleet
     fleet: RestartingFleet
 
@@ -146,6 +153,11 @@ class RestartingSimulation(Simulation):
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
         super().__init__(*args, **options)
         self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
+        if not hasattr(self, "trainers"):
+            self.trainers = {"": self.trainer}
+        for names in self.scenario.recipe.bases().values():
+            for name in names:
+                self.trainers[name].process = [self.trainers[other] for other in names]
 
     def _start_controller(self) -> ControllerLife:
         recipe = self.scenario.recipe

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import PolicyVersions
+from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -65,8 +68,10 @@ class Site:
         (folder / "recipe.toml").write_text(RECIPE)
         auth.make_token(folder / "token")
         secret = auth.make_token(folder / "trainer.secret")
-        self.gate = Gate("two", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=secret)
-        self.trainers = {name: RemoteTrainer() for name in NAMES}
+        events, versions = EventLog(folder / "events.jsonl"), [PolicyVersions(name, "solver") for name in NAMES]
+        self.gate = Gate("two", "t" * 20, log=events.instant, max_workers=1, trainer_secret=secret, policies=NAMES)
+        routes = Dispatch(events=events, versions=versions).weights
+        self.trainers = {name: RemoteTrainer(routes, name) for name in NAMES}
         self.links: dict[str, Link] = {}
         route = Route(receives=m.FromTrainer, max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES, handler=self._accept)
         self.port = Port("127.0.0.1", 0, {"/trainer": route}, None)

@@ -6,7 +6,8 @@ time between its links and end when the controller gives it up for the last time
 
 Two kinds of time are not billed. If a controller is killed and the next one never sees a worker, it is that worker's
 time since the last bill. If a worker is given up and never comes back, it is its time after that. The trainer is
-checked only if it has an engine and is therefore a worker.
+checked only if it has an engine and is therefore a worker; with several policies, each is billed for no more than the
+time of the run.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ def check(
         for holder, s in _seconds_of_controller(own_events, before_s, last_s, starts, trainer_starts):
             expected[holder] += s
     billed = sum((bill for _, bill in bills), Totals())
+    last_s = max((m for m, _ in bills), default=0.0)
+    for base, trainer_s in ((base, account.total_s) for base, account in billed.trainers.items()):
+        if trainer_s > last_s + TOLERANCE_S:
+            raise InvariantBroken("bill", f"the trainer of {base!r} is billed for {trainer_s:.6f} s of {last_s:.6f} s")
     for holder, s in expected.items():
         billed_s = billed.holders[holder].total_s if holder in billed.holders else 0.0
         if s and abs(billed_s - s) > TOLERANCE_S + 1e-7 * s:

@@ -178,6 +178,9 @@ class FlakyEnv:
     def task(self, index: int) -> Task:
         return self._env.task(index)
 
+    def reward(self, task: str, role: str, response: str) -> float:
+        return self._env.reward(task, role, response)
+
     def missing(self, id_token: int) -> bool:
         return uniform(f"{self._seed}/missing/{id_token}") < MISSING_REWARDS
 
@@ -272,9 +275,10 @@ class FaultInjector:
             case "reward":
                 self.env.failing += fault.n
             case "bucket_gone" | "bucket_liar":
-                bucket = self._fleet.net.stores.get(self.simulation.scenario.recipe.weights.bucket)
-                if bucket is None:
+                stores = self._trainer(fault).base.stores
+                if len(stores) < 2:
                     return False
+                bucket = stores[1]
                 bucket.fail("unreachable" if fault.kind == "bucket_gone" else "wrong")
                 self._loop.call_later(fault.s, bucket.fail, "")
             case _:

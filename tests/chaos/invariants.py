@@ -211,13 +211,24 @@ class Invariants:
                 versions = {v for v, _ in entry.episode.version_runs if v >= 0} | (
                     {entry.version} if entry.handle >= 0 else set()
                 )
-                if staleness is None and (offer is None or not versions <= {offer.version}):
+                current = offer is not None and versions <= {offer.version}
+                if staleness is None and not current and self._needs(life, entry):
                     what = f"{id} has tokens of versions {sorted(versions)}, but the offer is {offer}"
                     raise InvariantBroken("version", what)
                 if entry.handle >= 0 and members[entry.worker].state not in HOLDING:
                     raise InvariantBroken("holder", f"{entry.worker} holds {id} but is {members[entry.worker].state}")
                 if entry.handle >= 0:
                     self._check_base(id, entry, members[entry.worker])
+
+    def _needs(self, life: ControllerLife, entry: LedgerEntry) -> bool:
+        """Whether the response's own policy will use it: not one that only other policies evaluate, or train on
+        again."""
+        id, policy = entry.episode.id, entry.policy
+        if not policy or life.generation is None:
+            return True
+        if ":" in id:
+            return entry.episode.version is not None
+        return life.generation.gate.admissions[policy].is_open(int(id.partition("/")[0]))
 
     def _check_base(self, id: str, entry: LedgerEntry, member: Member) -> None:
         if member.base != self._bases[entry.policy] or entry.policy not in member.held:

@@ -22,7 +22,6 @@ from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.admission import Admission
-from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.training import Sample
 from windfall.types import policy_of
@@ -69,8 +68,7 @@ class StalenessInvariants:
     def check_tokens(self, entry: LedgerEntry, offer: Offer | None, checked: int, *, restored: bool) -> None:
         """Check the tokens of this entry from position `checked` on. `restored`: they come from the journal and were
         accepted before."""
-        assert offer is not None, "a response is open without an offer"
-        episode, window = entry.episode, set(self._window(offer))
+        episode, window = entry.episode, set(self._window(offer) if offer is not None else ())
         if entry.handle >= 0 and not any(entry.version in (v, episode.version) for v, _ in window):
             raise InvariantBroken("window", f"{episode.id} is assigned with version {entry.version}, not in {window}")
         versions = array("q", chain.from_iterable(repeat(v, n) for v, n in episode.version_runs))
@@ -89,7 +87,7 @@ class StalenessInvariants:
                 )
                 raise InvariantBroken("window", what)
         scoped = ":" in episode.id  # an evaluation generates the same responses again
-        too_old = self.is_too_old(id_token, offer.version)  # the journal may have forgotten it
+        too_old = offer is not None and self.is_too_old(id_token, offer.version)  # the journal may have forgotten it
         if restored and not scoped and not too_old and versions[: len(known)] != known[: len(versions)]:
             what = f"{episode.id}: restored with versions {versions.tolist()}, but had {known.tolist()}"
             raise InvariantBroken("window", what)
@@ -110,6 +108,11 @@ class StalenessInvariants:
             id_token for id_token, (id, role) in self._segments.items()
             if id.partition("/")[0] == str(task) and policy_of(role) == self._policy
         ]  # fmt: skip
+
+    def _first_token(self, id_token: int) -> int:
+        """The first token of the response that this part of it belongs to."""
+        task, sibling = self._segments[id_token][0].partition("+")[0].split("/")
+        return id_token_of(seed_of(self._recipe.run.seed, int(task), int(sibling)))
 
     def is_too_old(self, id_token: int, version: int) -> bool:
         """Whether the response already has tokens that a trainer at this version cannot train on."""
@@ -148,7 +151,7 @@ class StalenessInvariants:
             left = [t for t in id_tokens if t not in self._trained_in and not self.is_too_old(t, at)]
             if left and not steps and self._replaceable(task, left):
                 continue
-            if left := [t for t in left if not self._injector.env.missing(t)]:
+            if left := [t for t in left if not self._injector.env.missing(self._first_token(t))]:
                 how = f"was trained on in step {min(steps)}" if steps else "is neither trained on nor open"
                 had = [self._versions.get(t, array("q")).tolist() for t in left]
                 raise InvariantBroken("lost", f"task {task} {how}; at version {at} it had responses of versions {had}")
@@ -157,6 +160,9 @@ class StalenessInvariants:
         """Whether nothing can be learned from these responses, according to DAPO."""
         if any(t not in self._versions for t in left):
             return False
-        seed, mean = self._recipe.run.seed, self._injector.simulation.scenario.real.sim.reward_mean
-        rewards = {uniform(f"{seed}/sim/{task}/{t}") < mean for t in left if not self._injector.env.missing(t)}
-        return self._recipe.algorithm.name == "dapo" and len(rewards) < 2
+        env, rewards = self._injector.env, dict[str, set[float]]()
+        for id_token in left:
+            first, role = self._first_token(id_token), self._segments[id_token][1]
+            if not env.missing(first):
+                rewards.setdefault(role, set()).add(env.reward(f"sim/{task}", role, str(first)))
+        return self._recipe.algorithm.name == "dapo" and all(len(each) < 2 for each in rewards.values())

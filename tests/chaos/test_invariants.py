@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.chaos.trial import trial
 from windfall import training
+from windfall.controller import assembly
+from windfall.controller.assembly import ControllerLife
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
-from windfall.controller.generation import PolicyGroups
+from windfall.controller.generation import PolicyGroups, make_admission
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
@@ -36,19 +39,22 @@ from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
+from windfall.sim.core import scenario
 from windfall.training import TrainerLost
+from windfall.types import Group
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
-MUTANTS: dict[str, tuple[Mutant, set[str], int]] = {}
+MUTANTS: dict[str, tuple[Mutant, set[str], int, int]] = {}
 
 
-def breaks(*invariants: str, seed: int = 0) -> Callable[[Mutant], Mutant]:
-    """Register a mutant that breaks one of these invariants. `seed` is tried first because it is known to detect it."""
+def breaks(*invariants: str, seed: int = 0, policies: int = 1) -> Callable[[Mutant], Mutant]:
+    """Register a mutant that breaks one of these invariants in a run with this number of policies. `seed` is tried
+    first because it is known to detect it."""
 
     def register(mutant: Mutant) -> Mutant:
-        MUTANTS[mutant.__name__] = (mutant, set(invariants), seed)
+        MUTANTS[mutant.__name__] = (mutant, set(invariants), seed, policies)
         return mutant
 
     return register
@@ -420,12 +426,83 @@ def gate_admits_two_more_batches(patch: Patch) -> None:
     patch.setattr(Admission, "capacity", property(capacity))
 
 
+# Several policies.
+
+
+@breaks("policy", policies=2)
+def policy_is_trained_on_whole_responses(patch: Patch) -> None:
+    patch.setattr(Group, "of", lambda self, policy: self)
+
+
+@breaks("twice", policies=2)
+def loss_of_one_trainer_reopens_what_the_other_has_taken(patch: Patch) -> None:
+    real = Admission.reopen
+
+    def reopen(self: Admission) -> None:
+        real(self)
+        self._again.extend(self.taken)
+
+    patch.setattr(Admission, "reopen", reopen)
+
+
+@breaks("bound", policies=2)
+def all_policies_have_the_bound_of_the_first(patch: Patch) -> None:
+    real, bounds = make_admission, list[int]()
+
+    def make(recipe: Any) -> Admission:
+        bounds.append(recipe.rollout.staleness)
+        return real(scenario.with_keys(recipe, {"rollout": {"staleness": bounds[0]}}))
+
+    patch.setattr(assembly, "make_admission", make)
+
+
+@breaks("window", policies=2)
+def all_policies_have_the_largest_window(patch: Patch) -> None:
+    real = assembly._versions
+
+    def versions(recipe: Any) -> list[PolicyVersions]:
+        found = real(recipe)
+        most = max(each.staleness for each in found)
+        return [dataclasses.replace(each, staleness=most) for each in found]
+
+    patch.setattr(assembly, "_versions", versions)
+
+
+@breaks("journal", policies=2)
+def checkpoint_of_one_policy_removes_what_the_other_needs(patch: Patch) -> None:
+    patch.setattr(assembly, "_lowest_task", lambda states: max(min((*s.open_tasks, s.next_task)) for s in states))
+
+
+@breaks("base", policies=2)
+def work_goes_to_workers_of_another_base(patch: Patch) -> None:
+    def routable(self: Members, versions: PolicyVersions) -> list[Any]:
+        return [m for m in self.here() if m.state is WorkerState.READY]
+
+    patch.setattr(Members, "routable", routable)
+
+
+@breaks("bill", policies=2)
+def tokens_are_not_billed_by_policy(patch: Patch) -> None:
+    real = Accounts.frame
+    patch.setattr(Accounts, "frame", lambda self, now_s, worker, tokens, of=None: real(self, now_s, worker, tokens))
+
+
+@breaks("bill", policies=2)
+def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
+    real = ControllerLife._bill
+
+    def bill(self: ControllerLife, hello: Any) -> Any:
+        return real(self, msgspec.structs.replace(hello, facts={**hello.facts, "pid": hello.policy}))
+
+    patch.setattr(ControllerLife, "_bill", bill)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_broken_product_is_detected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant, invariants, first = MUTANTS[name]
+    mutant, invariants, first, policies = MUTANTS[name]
     mutant(monkeypatch)
     for seed in [first, *range(SEEDS)]:
-        outcome = trial(seed, faults=FAULTS, folder=tmp_path)
+        outcome = trial(seed, faults=FAULTS, folder=tmp_path, policies=policies)
         if outcome.broken is not None:
             assert outcome.broken.invariant in invariants, f"seed {seed}: {outcome.broken}"
             assert outcome.last_events

@@ -158,10 +158,11 @@ def recipe(seed: int, policies: int = 1) -> Recipe:
 def _add_policies(sections: dict[str, Any], seed: int, names: Sequence[str]) -> None:
     bases = _pick(seed, "bases", "adapters", "adapters", "full", "mixed")
     staleness, script = sections["rollout"]["staleness"], [[name, 1.0] for name in names]
-    sections["policies"], sections["fleet"]["local"] = {}, False
+    sections["policies"], sections["fleet"]["local"], sections["sim"]["turns"] = {}, False, 1.0
     for n, name in enumerate(names):
         pick = partial(_pick, f"{seed}/{name}")
-        rollout = {"groups": pick("groups", 2, 3, 4)}
+        parts = sections["train"]["minibatches"]
+        rollout = {"groups": parts * pick("groups", 1, 2, 3)}
         if staleness:
             rollout["staleness"] = pick("staleness", 1, 2, staleness)
         full = bases == "full" or (bases == "mixed" and n == 0)
@@ -169,8 +170,8 @@ def _add_policies(sections: dict[str, Any], seed: int, names: Sequence[str]) -> 
             "rollout": rollout, "algorithm": pick("algorithm", "", "", "dapo"), "eval": {"tasks": pick("eval", 0, 3)},
             **({} if full else {"lora": {"rank": 4}}),
         }  # fmt: skip
-    again = [[f"{names[0]}:again", _pick(seed, "again", 0.3, 0.7)]]
-    sections["sim"]["script"] = script + _pick(seed, "script", [], again)
+    more = [[role, 0.5] for role in _pick(seed, "script", (), (names[0],), (f"{names[0]}:again",))]
+    sections["sim"]["script"] = script + more
 
 
 def lenders(seed: int) -> Lenders | None:

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.support.sim_lenders import LendingFleet
 from tests.support.freezing import FreezingLender, FreezingWorker
@@ -61,8 +61,6 @@ class RestartingTrainer(LinkedTrainer):
         """Number of updates since the last complete step."""
         super().__init__(*args, **options)
         self.on_exit: Callable[[], None] = lambda: None
-        self.process: list[RestartingTrainer] = [self]
-        """The trainers of all policies in its process."""
         self.on_trained: Callable[[int, list[Sample]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
         self.saved = self.weights
@@ -73,12 +71,12 @@ class RestartingTrainer(LinkedTrainer):
         """Start a process with the weights of the last checkpoint."""
         self.weights, self.published = self.saved, {self.saved.digest}
         self._drop_samples()
-        self._stores[0].fail("")
+        self.base.stores[0].fail("")
         super().start(began_s)
 
     def kill(self, why: str = "killed") -> None:
         """Kill the process. The next one starts after `down_s`."""
-        for trainer in self.process:
+        for trainer in cast(list[RestartingTrainer], self.base.trainers):
             trainer._die(why)
 
     def _die(self, why: str) -> None:
@@ -89,7 +87,7 @@ class RestartingTrainer(LinkedTrainer):
             self._process.cancel()
         self._process = None
         self.published = set()
-        self._stores[0].fail("unreachable")
+        self.base.stores[0].fail("unreachable")
         self.cut(why)
         self.on_exit()
         loop.call_later(self.down_s, self.start, loop.time())
@@ -153,11 +151,6 @@ class RestartingSimulation(Simulation):
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
         super().__init__(*args, **options)
         self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
-        if not hasattr(self, "trainers"):
-            self.trainers = {"": self.trainer}
-        for names in self.scenario.recipe.bases().values():
-            for name in names:
-                self.trainers[name].process = [self.trainers[other] for other in names]
 
     def _start_controller(self) -> ControllerLife:
         recipe = self.scenario.recipe

@@ -33,8 +33,10 @@ class TrainingTimes(NamedTuple):
     """Seconds per step for optimizer updates and publishing."""
 
 
-def steps_of(events: Sequence[Event]) -> list[Event]:
-    return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+def steps_of(events: Sequence[Event], policy: str | None = None) -> list[Event]:
+    """The steps of this policy; None: of all."""
+    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    return steps if policy is None else [e for e in steps if e.get("policy", "") == policy]
 
 
 def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:

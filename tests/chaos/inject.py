@@ -65,8 +65,11 @@ class FaultyLink(SimLink):
         super().__init__(peer, deliver, on_closed, latency_s)
         self.loaded: dict[str, tuple[int, str]] = {}
         """By policy: the last version and digest that the worker reported as loaded on this link."""
-        self.hangs_since_s: dict[str, float] = {}
-        """By policy: when the worker's pull began to hang (loop time, seconds)."""
+        self.hangs: str | None = None
+        self.hangs_since_s = 0.0
+        """The policy whose pull hangs, and since when (loop time, seconds)."""
+        self._behind: dict[str, m.Load] = {}
+        """By policy: the load that waits until the one that hangs is replaced."""
         self._injector = injector
         self._faults = injector.link_faults(peer)
 
@@ -79,11 +82,16 @@ class FaultyLink(SimLink):
             if why := self._load_error(message):
                 self.send_to_controller(m.LoadFailed(version=message.version, why=why, policy=message.policy))
                 return
+            if self.hangs not in (None, message.policy):
+                self._behind[message.policy] = message
+                return
             if faults.pending["hang"]:
                 faults.pending["hang"] = 0
-                self.hangs_since_s[message.policy] = self._loop.time()
+                self.hangs, self.hangs_since_s = message.policy, self._loop.time()
                 return
-            self.hangs_since_s.pop(message.policy, None)
+            self.hangs = None
+            for load in (self._behind.pop(policy) for policy in list(self._behind)):
+                await super().send(load)
         if isinstance(message, m.Assign):
             controller = self._injector.simulation.controller_starts
             for work in message.work:
@@ -210,10 +218,9 @@ class FaultInjector:
         self._left = count
         self._stalled_s = 0.0
         recipe = simulation.scenario.recipe
-        bounds = [recipe.of(name).rollout.staleness for name in recipe.names()]
-        self._steps_after = (2 * max(bounds) + 1) * len(bounds) - 1
-        """Number of steps to complete after the step in which the last fault strikes. With staleness, these train on
-        most of what was open at that time."""
+        self._steps_after = {name: 2 * recipe.of(name).rollout.staleness for name in recipe.names()}
+        """By policy: number of steps to complete after the step in which the last fault strikes. With staleness, these
+        train on most of what was open at that time."""
         self.stall_ended_s = 0.0
         """End of the last stall (loop time, seconds)."""
         self.responses: dict[tuple[int, int], tuple[int, str]] = {}
@@ -227,9 +234,14 @@ class FaultInjector:
         self._loop = cast(CheckedLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, recipe.run.seed)
         self._fleet.make_link = partial(FaultyLink, self)
+        simulation.on_hello = self._on_hello
         if count:
             self._schedule_next()
             self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
+
+    def _on_hello(self, link: FaultyLink, hello: m.Hello) -> None:
+        """A worker with several policies may get work of those that it says it holds, once one of them is loaded."""
+        link.loaded |= {policy: held for policy, held in hello.held.items() if policy}
 
     def link_faults(self, peer: str) -> LinkFaults:
         return self._link_faults.setdefault(peer.partition(".")[0], LinkFaults())
@@ -241,8 +253,8 @@ class FaultInjector:
     def on_event(self, event: Event) -> None:
         """Stop the run when enough steps are complete after the last fault."""
         if not self._left and self.done and (event["kind"], event["name"]) == ("scalar", "step"):
-            self._steps_after -= 1
-            if self._steps_after < 0:
+            self._steps_after[event.get("policy", "")] -= 1
+            if max(self._steps_after.values()) < 0:
                 self.simulation.stop()
 
     def _schedule_next(self) -> None:

@@ -287,10 +287,10 @@ class Invariants:
         if any(policy.trainer.hello is None for policy in life.policies.values()):
             self._no_trainer_s = self._loop.time()
         for worker in self._simulation.fleet.workers.values():
-            hangs_since_s = worker.link.hangs_since_s.values() if isinstance(worker.link, FaultyLink) else ()
-            if not hangs_since_s or worker.frozen:
+            if not isinstance(worker.link, FaultyLink) or worker.link.hangs is None or worker.frozen:
                 continue
-            hangs_s = self._loop.time() - max(*hangs_since_s, self._injector.stall_ended_s, self._no_trainer_s)
+            excused_s = max(self._injector.stall_ended_s, self._no_trainer_s)
+            hangs_s = self._loop.time() - max(worker.link.hangs_since_s, excused_s)
             if hangs_s > members.patience.stalled_s + 3 * LATE_S:
                 what = f"the pull of {worker.spec.name} has hung for {hangs_s:.1f} s, and it is still a member"
                 raise InvariantBroken("holder", what)

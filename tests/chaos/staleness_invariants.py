@@ -111,6 +111,8 @@ class StalenessInvariants:
 
     def _first_token(self, id_token: int) -> int:
         """The first token of the response that this part of it belongs to."""
+        if not self._policy:
+            return id_token
         task, sibling = self._segments[id_token][0].partition("+")[0].split("/")
         return id_token_of(seed_of(self._recipe.run.seed, int(task), int(sibling)))
 

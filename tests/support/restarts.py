@@ -149,6 +149,8 @@ class RestartingSimulation(Simulation):
         self._stopping = False
         self._killed = asyncio.Event()
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
+        self.on_hello: Callable[[Any, m.Hello], None] = lambda link, hello: None
+        """Called with every worker that dials in."""
         super().__init__(*args, **options)
         self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
 
@@ -218,6 +220,10 @@ class RestartingSimulation(Simulation):
             await asyncio.sleep(self.controller_down_s)
             self._killed.clear()
             self.life, self.down = self._start_controller(), False
+
+    async def attend(self, link: Any, hello: m.Hello) -> None:
+        self.on_hello(link, hello)
+        await super().attend(link, hello)
 
     async def _answer(self, link: SimLink, attend: Coroutine[Any, Any, None]) -> None:
         if self.down:

@@ -65,6 +65,8 @@ def check_policies(bill: dict[str, Any], bases: Mapping[str, Sequence[str]]) -> 
     if "" in bases:
         return
     totals = msgspec.convert(bill, Totals)
+    if unknown := totals.trainers.keys() - bases.keys():
+        raise InvariantBroken("bill", f"trainers are billed for {sorted(unknown)}, which are no bases")
     usd = totals.usd_of(bases, {})
     if abs(sum(usd.values()) - totals.all.total_usd) > TOLERANCE_USD:
         raise InvariantBroken("bill", f"the policies pay {usd}, but the bill is ${totals.all.total_usd:.6f}")

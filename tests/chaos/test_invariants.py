@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.chaos.trial import trial
@@ -20,10 +19,11 @@ from windfall.controller import assembly
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
-from windfall.controller.generation import PolicyGroups, make_admission
+from windfall.controller.generation import PolicyGroups
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
+from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout import grading
 from windfall.controller.rollout.dispatch import Dispatch
@@ -36,12 +36,12 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.members import Members, WorkerState
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
-from windfall.sim.core import scenario
 from windfall.training import TrainerLost
-from windfall.types import Group
+from windfall.types import Response
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch
@@ -431,39 +431,47 @@ def gate_admits_two_more_batches(patch: Patch) -> None:
 
 @breaks("policy", policies=2)
 def policy_is_trained_on_whole_responses(patch: Patch) -> None:
-    patch.setattr(Group, "of", lambda self, policy: self)
+    def of(self: Response, policy: str) -> tuple[Response, ...]:
+        return tuple(self._of_role(role) for role in dict.fromkeys(segment.role for segment in self.segments))
+
+    patch.setattr(Response, "of", of)
 
 
 @breaks("twice", policies=2)
-def loss_of_one_trainer_reopens_what_the_other_has_taken(patch: Patch) -> None:
-    real = Admission.reopen
+def task_that_one_policy_needs_again_is_trained_on_by_all(patch: Patch) -> None:
+    real = TaskGate.finish
 
-    def reopen(self: Admission) -> None:
-        real(self)
-        self._again.extend(self.taken)
+    def finish(self: TaskGate, group: Any, informative: Any) -> Any:
+        for a in self.admissions.values():
+            if not a.is_held(group.index) and group.index not in a.taken:
+                a._open[group.index] = a.version
+                a._held[a.version] += 1
+        return real(self, group, informative)
 
-    patch.setattr(Admission, "reopen", reopen)
+    patch.setattr(TaskGate, "finish", finish)
 
 
 @breaks("bound", policies=2)
-def all_policies_have_the_bound_of_the_first(patch: Patch) -> None:
-    real, bounds = make_admission, list[int]()
+def lags_are_those_of_the_policy_that_is_ahead(patch: Patch) -> None:
+    real = Loop._credit
 
-    def make(recipe: Any) -> Admission:
-        bounds.append(recipe.rollout.staleness)
-        return real(scenario.with_keys(recipe, {"rollout": {"staleness": bounds[0]}}))
+    def credit(self: Loop, groups: Any) -> Any:
+        own, policies = self.state, self._run._life.policies  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = max((policy.state for policy in policies.values()), key=lambda state: state.step)
+        try:
+            return real(self, groups)
+        finally:
+            self.state = own
 
-    patch.setattr(assembly, "make_admission", make)
+    patch.setattr(Loop, "_credit", credit)
 
 
 @breaks("window", policies=2)
-def all_policies_have_the_largest_window(patch: Patch) -> None:
+def windows_are_those_of_a_larger_bound(patch: Patch) -> None:
     real = assembly._versions
 
     def versions(recipe: Any) -> list[PolicyVersions]:
-        found = real(recipe)
-        most = max(each.staleness for each in found)
-        return [dataclasses.replace(each, staleness=most) for each in found]
+        return [dataclasses.replace(each, staleness=each.staleness + 3) for each in real(recipe)]
 
     patch.setattr(assembly, "_versions", versions)
 
@@ -474,11 +482,8 @@ def checkpoint_of_one_policy_removes_what_the_other_needs(patch: Patch) -> None:
 
 
 @breaks("base", policies=2)
-def work_goes_to_workers_of_another_base(patch: Patch) -> None:
-    def routable(self: Members, versions: PolicyVersions) -> list[Any]:
-        return [m for m in self.here() if m.state is WorkerState.READY]
-
-    patch.setattr(Members, "routable", routable)
+def worker_is_asked_for_policies_of_another_base(patch: Patch) -> None:
+    patch.setattr(Dispatch, "_policies_for", lambda self, hello, base: tuple(self.versions))
 
 
 @breaks("bill", policies=2)
@@ -489,12 +494,7 @@ def tokens_are_not_billed_by_policy(patch: Patch) -> None:
 
 @breaks("bill", policies=2)
 def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
-    real = ControllerLife._bill
-
-    def bill(self: ControllerLife, hello: Any) -> Any:
-        return real(self, msgspec.structs.replace(hello, facts={**hello.facts, "pid": hello.policy}))
-
-    patch.setattr(ControllerLife, "_bill", bill)
+    patch.setattr(ControllerLife, "_base_of", lambda self, policy: policy)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -466,14 +466,12 @@ def lags_are_those_of_the_policy_that_is_ahead(patch: Patch) -> None:
     patch.setattr(Loop, "_credit", credit)
 
 
-@breaks("window", policies=2)
-def windows_are_those_of_a_larger_bound(patch: Patch) -> None:
-    real = assembly._versions
+@breaks("version", "window", policies=2)
+def worker_that_has_loaded_one_policy_gets_work_of_all(patch: Patch) -> None:
+    def routable(self: Members, versions: PolicyVersions) -> list[Any]:
+        return [m for m in self.here() if m.state is WorkerState.READY and versions.name in m.held and not m.suspect]
 
-    def versions(recipe: Any) -> list[PolicyVersions]:
-        return [dataclasses.replace(each, staleness=each.staleness + 3) for each in real(recipe)]
-
-    patch.setattr(assembly, "_versions", versions)
+    patch.setattr(Members, "routable", routable)
 
 
 @breaks("journal", policies=2)

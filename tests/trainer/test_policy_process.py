@@ -186,7 +186,7 @@ async def forgotten(site: Site) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_copy_is_not_newer_than_its_original(tmp_path: Path) -> None:
+def test_copies_of_weights_that_were_lost_are_forgotten(tmp_path: Path) -> None:
     from windfall.recipe.file import load_recipe
     from windfall.trainer.process import _newest
 
@@ -202,3 +202,5 @@ def test_copy_is_not_newer_than_its_original(tmp_path: Path) -> None:
     found = _newest(recipe, tmp_path, "old")
     assert found is not None
     assert found.state.step == 4
+    left = checkpoint.list_checkpoints(found.path.parent)
+    assert [checkpoint.step_of(path) for path in left] == [2, 4], "step 6 will have other weights"

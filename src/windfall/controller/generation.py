@@ -241,6 +241,7 @@ class Generation:
         """Withdraw everything that is open. The tokens generated so far stay in the journal."""
         running, self._running, self._stream = self._running, None, None
         if running is not None:
+            await asyncio.sleep(0)  # a task that has not begun would be canceled without withdrawing what is open
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running

@@ -17,12 +17,14 @@ from tests.chaos.trial import trial
 from windfall import training
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
+from windfall.controller.generation import PolicyGroups
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout import grading
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.loading import Loading
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.rollout.weight_routes import WeightRoutes
@@ -145,8 +147,8 @@ def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
     """This includes what the journal has of later steps from before a fallback."""
     real = Journal.rotate
 
-    def rotate(self: Journal, step: int, running: dict[int, str]) -> None:
-        real(self, step, running)
+    def rotate(self: Journal, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
         for path in self.folder.glob("*.wal"):
             if path != self._path:
                 path.unlink()
@@ -176,7 +178,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
 @breaks("batch", "version", "bound", "lost", "window", seed=7)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
-    real, interrupt = RemoteTrainer._ask, Rollout.interrupt
+    real, interrupt = RemoteTrainer._ask, PolicyGroups.interrupt
 
     async def ask(self: RemoteTrainer, message: object, expected: type[Any]) -> Any:
         while True:
@@ -187,7 +189,10 @@ def reconnected_trainer_continues_its_step(patch: Patch) -> None:
                 return await real(self, message, expected)
 
     patch.setattr(RemoteTrainer, "_ask", ask)
-    patch.setattr(Rollout, "interrupt", lambda self, error=None: error or interrupt(self))
+    patch.setattr(
+        PolicyGroups, "interrupt", lambda self, error: isinstance(error, TrainerLost) or interrupt(self, error)
+    )
+    patch.setattr(Evaluation, "interrupt", lambda self, error: None)
 
 
 @breaks("missing")
@@ -403,7 +408,7 @@ def frame_may_claim_any_version_of_the_window(patch: Patch) -> None:
 @breaks("again", seed=1)
 def journal_does_not_name_responses_that_run_during_a_checkpoint(patch: Patch) -> None:
     real = Journal.rotate
-    patch.setattr(Journal, "rotate", lambda self, step, running: real(self, step, {}))
+    patch.setattr(Journal, "rotate", lambda self, step, running, policies, **tasks: real(self, step, {}, {}, **tasks))
 
 
 @breaks("level")

@@ -308,7 +308,7 @@ def test_frame_has_the_version_of_every_policy() -> None:
 
 def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped(rig: Rig) -> None:
     errors: list[BaseException | None] = []
-    rig.engine.swap = Swaps()
+    rig.engine.swap, rig.engine.versions = Swaps(), {"solver": 0, "verifier": 0}
     rig.host.swap(1, None, errors.append, policy="solver")
     rig.host.swap(1, {"breaks": 1}, errors.append, policy="verifier")
     rig.host.swap(2, None, errors.append, policy="solver")
@@ -317,6 +317,17 @@ def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped
     assert [type(e) for e in errors] == [type(None), RuntimeError, type(None)]
     assert not rig.engine.stepping.is_set()
     rig.host.swap(1, None, errors.append, policy="verifier")
+    rig.step()
+
+
+def test_policy_that_takes_the_place_of_a_half_loaded_one_is_generated(rig: Rig) -> None:
+    errors: list[BaseException | None] = []
+    rig.engine.swap, rig.engine.versions = Swaps(), {"solver": 0}
+    rig.host.swap(1, {"breaks": 1}, errors.append, policy="solver")
+    rig.done()
+    rig.engine.versions = {"verifier": 1}
+    rig.host.swap(1, None, errors.append, policy="verifier")
+    rig.host.add([work(1)])
     rig.step()
 
 

@@ -162,6 +162,10 @@ def test_copy_follows_its_original_only_when_it_is_published(tmp_path: Path) -> 
     found = published(part, "old")
     assert all(torch.equal(t, wanted[n]) for n, t in found.items())
     assert not all(torch.equal(t, before[n]) for n, t in found.items())
+    part.publish("solver", 3, ORDER)
+    assert part.publish("old", 2, ORDER).version == 3, "the version whose weights it has, whatever was asked for"
+    assert all(torch.equal(t, published(part, "solver")[n]) for n, t in published(part, "old").items())
+    assert part.publish("old", 3, ORDER).version == 3, "there is nothing new"
     part.close()
 
 

@@ -1,6 +1,8 @@
 """Which policies of one base an engine holds, for engines with adapters. Pure: no tensors are touched.
 
 Each policy has a number, from its first swap on. One without an adapter has a number, too: it may get an adapter later.
+If all numbers are taken, a swap that copies a base gives them away, unless responses are running: the worker
+is for another base now.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ class HeldPolicies:
         self.numbers: dict[str, int] = {}
         self._rank = rank
 
-    def check(self, policy: str, version: int, weights: PolicyWeights | None) -> int:
-        """The number of the policy, after a check that there is room for it and its adapter. Changes nothing."""
-        where = f"version {version} of policy {policy!r}"
-        if policy not in self.numbers and len(self.numbers) >= self.count:
-            held = ", ".join(map(repr, self.numbers))
-            raise WindfallError(f"the engine was built for {self.count} policies, and holds {held}", where=where)
+    def with_policy(self, policy: str, version: int, weights: PolicyWeights | None, *, busy: bool) -> dict[str, int]:
+        """The numbers if this policy is swapped in, after a check that there is room for it and its adapter. Changes
+        nothing. `busy`: responses are running."""
+        where, held = f"version {version} of policy {policy!r}", self.numbers
+        if policy not in held and len(held) >= self.count:
+            if weights is None or weights.base is None or busy:
+                names = ", ".join(map(repr, held))
+                raise WindfallError(f"the engine was built for {self.count} policies, and holds {names}", where=where)
+            held = {}
         if weights is not None and weights.rank > self._rank:
             what = f"the adapter has rank {weights.rank}, and the engine was built for at most {self._rank}"
             raise WindfallError(what, where=where)
-        return self.numbers.get(policy, len(self.numbers))
+        return {policy: len(held), **held}

@@ -164,14 +164,14 @@ class PagedEngine(Engine):
         self, memory: AdapterMemory, version: int, weights: Mapping[str, Tensor] | None, policy: str
     ) -> None:
         given = None if weights is None else PolicyWeights.of(weights)
-        number = self._policies.check(policy, version, given)
+        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._sequences))
         if given is not None:
             memory.check(given.pairs)
             if given.base is not None:
                 copy_weights(self.model, version, given.base)
-            memory.hold(number, given.pairs, given.scale)
-        self._policies.numbers[policy] = number
-        self.versions = {**self.versions, policy: version}
+            memory.hold(numbers[policy], given.pairs, given.scale)
+        self._policies.numbers = numbers
+        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
         if given is not None and given.base is not None:
             self._scheduler.restart_all()
         self._scheduler.restart(policy)

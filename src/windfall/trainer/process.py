@@ -188,8 +188,8 @@ class RankPart:
             read_here=ranks.distributed and view.fleet.local and not self.several_machines,
             beside=next((part.publisher for part in self.policies.values()), None),
         )
-        part = PolicyPart(name=name, recipe=view, weights=weights, trainer=trainer, publisher=publisher)
-        part.copy_of = (self.recipe.policies[name].copy_of if name else "") or None
+        original = self.policies.get(self.recipe.policies[name].copy_of) if name else None
+        part = PolicyPart(recipe=view, weights=weights, trainer=trainer, publisher=publisher, original=original)
         if setup.bucket and self.place.local_rank == 0:
             store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
             part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
@@ -205,15 +205,21 @@ class RankPart:
         return self.place.local_size < self.place.size
 
     def publish(self, policy: str, version: int, order: m.Publish) -> Any:
-        """Publish the present weights of a policy as this version. Returns their manifest."""
+        """Publish the present weights of a policy as this version. Returns their manifest. A copy follows its original
+        while the weights of that belong to a version, from its own first version on. It is published as the version
+        that it has, or not again."""
         part = self.policies[policy]
-        begins = part.publisher.current is None
+        current, original = part.publisher.current, part.original
+        if original is not None and current is not None:
+            version = original.published.version
+            if version == current.version:
+                return current
         for copy in self.policies.values():
-            if copy.copy_of == policy:  # while the weights belong to a version
-                copy.follow(part)
+            if copy.original is part and copy.publisher.current is not None:
+                copy.weights.follow(part.weights)
         manifest = part.publish(version, order, self.ranks, address=self.address, copied=self.engine.release)
-        if begins and part.copy_of is not None:  # it began with an older version; no policy has been updated yet
-            part.follow(self.policies[part.copy_of])
+        if original is not None and current is None:  # no policy has been updated yet
+            part.weights.follow(original.weights)
         return manifest
 
     def upload_again(self, policy: str, files: Collection[str]) -> None:
@@ -387,13 +393,12 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
 def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **options: Any) -> TrainerService:
     """The service of a policy. `address`: of the controller when the trainer started."""
     own, policy, orders, folder = loaded.policies[name], part.policies[name], part.orders, part.folder
-    original = policy.copy_of and part.policies[policy.copy_of]
     save = partial(_save, loaded, part, name)
 
     def publish(version: int, order: m.Publish) -> Any:
         manifest = orders.call(part.publish, name, version, order)
-        if original and version:  # nobody else would know again which version the copy is
-            save(CheckpointState(step=version, next_task=0))
+        if policy.original and manifest.version:  # nobody else would know again which version the copy is
+            save(CheckpointState(step=manifest.version, next_task=0))
         return manifest
 
     service = TrainerService(
@@ -406,7 +411,7 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
         save=save,
         load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if loaded.can_load else cannot_load,
         address=lambda: (folders.address(folder) or {}).get("url", address),
-        original=(lambda: original.published.version) if original else None,
+        copies=policy.original is not None,
         **options,
     )
     policy.report = service.tell
@@ -486,13 +491,13 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
 
 
 def _newest(recipe: Recipe, folder: Path, policy: str) -> checkpoint.VerifiedCheckpoint | None:
-    """The checkpoint that a policy continues from. That of a copy is not newer than that of its original."""
+    """The checkpoint that a policy continues from. Checkpoints of a copy that are newer than that of its original are
+    of weights that no longer exist."""
     where = folders.policy_folder(folder, policy) / "checkpoints"
-    original = recipe.policies[policy].copy_of if policy else ""
-    if not original:
-        return checkpoint.newest(where)
-    begins = checkpoint.newest(folders.policy_folder(folder, original) / "checkpoints", optimizer=False)
-    return checkpoint.newest(where, at_most=begins.state.step if begins else 0)
+    if original := recipe.policies[policy].copy_of if policy else "":
+        begins = checkpoint.newest(folders.policy_folder(folder, original) / "checkpoints", optimizer=False)
+        checkpoint.remove_after(where, begins.state.step if begins else 0)
+    return checkpoint.newest(where)
 
 
 def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:

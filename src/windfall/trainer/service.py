@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,8 +173,8 @@ class TrainerService:
     """Replaces files that are damaged in the bucket."""
     load: Callable[[str], CheckpointState] = cannot_load
     """Loads a checkpoint into the module and the optimizer; returns its state."""
-    original: Callable[[], int] | None = None
-    """For a policy that is a copy: returns the published version of its original, which it is published as."""
+    copies: bool = False
+    """The policy is a copy of another one: it can be published at any time, and `publish` knows its version."""
     threads: ThreadPoolExecutor | None = None
     """The one thread that does all tensor work of the process. None: the service has its own."""
     _updates: int = field(default=0, init=False)
@@ -332,17 +332,12 @@ class TrainerService:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
-        if self.original is not None and (version := self.original()) != self.state.step:
-            self._completed = CheckpointState(step=version, next_task=0)
-        elif self.original is not None:
-            return self._answer()
+        if self.copies:
+            self._completed = self.state
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
         self._manifest = await self.run_in_thread(self.publish, self._completed.step, order)
-        self.state, self._completed, self._updates = self._completed, None, 0
-        return self._answer()
-
-    def _answer(self) -> m.PublishedVersion:
+        self.state, self._completed, self._updates = replace(self._completed, step=self._manifest.version), None, 0
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
     def _update(self) -> Any:

@@ -73,10 +73,9 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
-        files: HeldFiles | None = None,
         base: LocalCopy | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read. `files` and `base`: those of another puller (`beside`)."""
+        """`parallel`: connections at the start of a read. `base`: that of another puller (`beside`)."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -85,37 +84,35 @@ class Puller:
         self.timeout_s = timeout_s
         self.tries = tries
         self.ssl = ssl
-        self.files = files or HeldFiles()
+        self._base = base or LocalCopy(HeldFiles())
+        self.files = self._base.files
+        self._weights = LocalCopy(self.files)
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files), base or LocalCopy(self.files)
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
         self._used: list[m.SourceUse] = []
-        self._lock = threading.Lock()
 
     @property
     def held(self) -> Manifest | None:
         return self._weights.held
 
     def beside(self) -> Puller:
-        """A puller of another policy in this process. Both have the same files and the same base, so they must not pull
-        at the same time."""
+        """A puller of another policy in this process, with the same files and the same base. One waits for the other: a
+        pull of an earlier link may still run."""
         options = {"parallel": self.parallel, "timeout_s": self.timeout_s, "tries": self.tries, "ssl": self.ssl}
-        return Puller(key=self.key, files=self.files, base=self._base, **options)
+        return Puller(key=self.key, base=self._base, **options)
 
     def close(self) -> None:
         """Free what is held, apart from the base."""
-        self._weights.close()
-        for held in self._deltas:
-            self.files.remove(held)
-            held.buffer.close()
-        self._deltas = []
+        with self._base.lock:
+            self._weights.close()
+            self._drop_deltas((), most=0)
 
     def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
         """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
         PullFailed."""
-        with self._lock:
+        with self._base.lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
             self._used, self._received_s = [], time.monotonic()
@@ -198,12 +195,12 @@ class Puller:
             Download(sources, held).run(self.parallel)
         return held
 
-    def _drop_deltas(self, newest: Collection[str]) -> None:
+    def _drop_deltas(self, newest: Collection[str], most: int = delta.MAX_DELTAS) -> None:
         """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy, and are
         not more than a trainer has."""
         excess = sum(held.manifest.nbytes for held in self._deltas) - self._weights.buffer.nbytes // 4
         for held in [held for held in self._deltas if held.manifest.digest not in newest]:
-            if excess > 0 or len(self._deltas) > delta.MAX_DELTAS:
+            if excess > 0 or len(self._deltas) > most:
                 excess -= held.manifest.nbytes
                 self._deltas.remove(held)
                 self.files.remove(held)
@@ -242,14 +239,16 @@ class LocalCopy:
         self.held: Manifest | None = None
         """What the buffer holds, with every chunk verified."""
         self.buffer = Buffer(0)
-        self._files = files
+        self.files = files
+        self.lock = threading.Lock()
+        """Held by a pull, if this is the base of its adapter."""
         self.file: HeldFile | None = None
         """What the buffer is for, complete or being filled."""
 
     def close(self) -> None:
         self.held = None
         if self.file is not None:
-            self._files.remove(self.file, WITHDRAW_S)
+            self.files.remove(self.file, WITHDRAW_S)
             self.file = None
         self.buffer.close()
         self.buffer = Buffer(0)
@@ -259,7 +258,7 @@ class LocalCopy:
         are not missing."""
         self.held, old = None, self.file
         if old is not None:
-            self._files.remove(old, WITHDRAW_S)
+            self.files.remove(old, WITHDRAW_S)
         if self.buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
             reuse = False
@@ -268,7 +267,7 @@ class LocalCopy:
         for i, chunk in enumerate(pairwise(wanted.bounds())):
             if known.get(chunk) == wanted.seal(i):
                 file.add(i)
-        self._files.add(file)
+        self.files.add(file)
         return file
 
     def tensors(self) -> dict[str, torch.Tensor]:

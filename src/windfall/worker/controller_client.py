@@ -142,9 +142,8 @@ class ControllerClient:
         self._upload = UploadLimit()
         self._server: RunningServer | None = None
         self._location = self._own_address = ""
-        self._pulled: dict[str, tuple[str, str]] = {}
-        """By policy: digest of the weights pulled last, and of their base. If they are in the engine, so is that
-        base."""
+        self._bases: dict[str, str] = {}
+        """The base of adapters, by the digest of the adapter: of those in the engine, and of the one pulled last."""
         self._worker_link: WorkerLink | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
@@ -374,6 +373,7 @@ class ControllerClient:
         before = puller.bytes_received
         held = {} if self._worker_link is None else self._worker_link.held
         in_engine = {policy: digest for policy, (_, digest) in held.items()}  # not only in a puller
+        self._bases = {digest: base for digest, base in self._bases.items() if digest in in_engine.values()}
         files = tuple(m.FileRoute(file=each.file, route=self._resolved(each.route)) for each in load.files)
         load = msgspec.structs.replace(load, files=files)
         pulled = puller.pull(load, lambda question: self._ask(question, load.policy), stop=give_up)
@@ -382,12 +382,12 @@ class ControllerClient:
         slots = self._spec is not None and self._spec.adapters > 0
         base = manifest.base or (manifest.digest if slots else "")
         if tensors is not None and base:
-            loaded = any(self._pulled.get(policy) == (digest, base) for policy, digest in in_engine.items())
+            loaded = base in self._bases.values()
             if manifest.base:  # they are an adapter
                 tensors = MergedWeights(puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
             else:  # a policy that is not trained, beside adapters of the same base
                 tensors = MergedWeights(tensors, {}, 1.0, base_is_loaded=loaded)
-        self._pulled[load.policy] = (manifest.digest, base)
+        self._bases[manifest.digest] = base
         return PulledWeights(
             digest=manifest.digest, tensors=tensors, bytes=received, used=pulled.used, apply_s=pulled.apply_s
         )

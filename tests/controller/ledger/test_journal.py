@@ -27,12 +27,12 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded, read_records
 from windfall.controller.ledger.ledger import Ledger
-from windfall.controller.rollout.stream import Rollout
+from windfall.controller.rollout.stream import OpenGroup, Rollout
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
 from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
-from windfall.types import Sampling
+from windfall.types import Sampling, Task
 
 Row = tuple[int, int, list[int]]
 
@@ -318,22 +318,18 @@ def test_writing_to_a_closed_journal_raises(tmp_path: Path) -> None:
         Journal(tmp_path / "j", "s").write_grade("1/0", 1.0, None, "")
 
 
-def episode(id: str) -> Episode:
-    return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=lambda policy: Sampling(), stop=frozenset())
-
-
 def restore(past: History, ids: list[str]) -> dict[str, Episode]:
     """Restore episodes as a stream does."""
     opened: dict[str, Episode] = {}
     dispatch: Any = SimpleNamespace(open=lambda e, listener: opened.update({e.id: e}))
     unused: Any = None
     env: Any = SimpleNamespace(name="unused")
-    text: Any = SimpleNamespace(decode=unused)
-    rollout = Rollout(dispatch, env, {"": text}, Recipe(rollout=Options()), seed=0, events=unused)
+    text: Any = SimpleNamespace(decode=unused, stop=frozenset())
+    rollout = Rollout(dispatch, env, {"": text}, Recipe(rollout=Options(max_tokens=1000)), seed=0, events=unused)
     rollout.history = past
     stream = rollout.stream(size=1, sampling=lambda policy: Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:
-        stream._open_episode(episode(id))
+        stream._open_response(id, OpenGroup(index=1, task=Task(id="t", prompt=""), size=len(ids)), (1,))
     return opened
 
 

@@ -244,7 +244,7 @@ def test_flapping_worker_dials_again_with_its_weights() -> None:
         await asyncio.sleep(5)
 
     dispatch = simulate(play)
-    assert [(h.version, h.digest) for h in dispatch.hellos] == [(-1, ""), (3, "v3")]
+    assert [h.held for h in dispatch.hellos] == [{}, {"": (3, "v3")}]
 
 
 def test_newer_load_replaces_the_current_one() -> None:

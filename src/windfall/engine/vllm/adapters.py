@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,13 @@ class AdapterFolders:
         self.requests: dict[str, Any] = {}
         """vLLM's request of each policy that has an adapter."""
 
-    def replace(self, vllm: Any, policy: str, weights: PolicyWeights) -> None:
-        """Load the adapter of a policy. Raises WindfallError, and changes nothing, if vLLM refuses it."""
-        new = self._load(vllm, policy, weights) if weights.pairs else None
-        before = self.requests.pop(policy, None)
-        if before is not None:
-            self._old.append(before)
-        if new is not None:
-            self.requests[policy] = new
+    def replace(self, vllm: Any, policy: str, weights: PolicyWeights, policies: Collection[str]) -> None:
+        """Load the adapter of a policy, one of these `policies`, which have adapters from now on. Raises WindfallError,
+        and changes nothing, if vLLM refuses it."""
+        new = {policy: self._load(vllm, policy, weights)} if weights.pairs else {}
+        kept = {name: lora for name, lora in self.requests.items() if name in policies and name != policy}
+        self._old += [lora for name, lora in self.requests.items() if name not in kept]
+        self.requests = kept | new
 
     def _load(self, vllm: Any, policy: str, weights: PolicyWeights) -> Any:
         from vllm.lora.request import LoRARequest  # pyright: ignore

@@ -187,15 +187,15 @@ class VllmEngine(Engine):
         self, folders: AdapterFolders, version: int, weights: Mapping[str, Any] | None, policy: str
     ) -> None:
         given = None if weights is None else PolicyWeights.of(weights)
-        number = self._policies.check(policy, version, given)
+        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._ids))
         if given is not None:
             if given.base is not None:
                 self.shapes.check(version, given.base)
-            folders.replace(self._vllm, policy, given)
+            folders.replace(self._vllm, policy, given, numbers)
             if given.base is not None:
                 self._load_all(version, given.base)
-        self._policies.numbers[policy] = number
-        self.versions = {**self.versions, policy: version}
+        self._policies.numbers = numbers
+        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
         self._restart(policy)
         folders.forget_old(self._vllm)
 

@@ -160,7 +160,7 @@ class World:
         admission.restore(version=self.kept.step, next_task=self.kept.next_task)
         return self.kept
 
-    def offer(self, published: NewVersion) -> None:
+    async def offer(self, published: NewVersion) -> None:
         self.done.append(("offer", published.version))
         self.version = published.version
 

@@ -22,9 +22,15 @@ class SolverVerifier:
     """`solver`, `verifier`: the roles. With ":solver" and ":verifier", one policy has both."""
 
     def __init__(
-        self, seed: int = 0, mean_steps: float = 4.0, *, solver: str = "solver", verifier: str = "verifier"
+        self,
+        seed: int = 0,
+        mean_steps: float = 4.0,
+        max_steps: int = 8,
+        *,
+        solver: str = "solver",
+        verifier: str = "verifier",
     ) -> None:
-        self._sums = Arithmetic(seed=seed, mean_steps=mean_steps)
+        self._sums = Arithmetic(seed=seed, mean_steps=mean_steps, max_steps=max_steps)
         self._solver = solver
         self._verifier = verifier
 

@@ -81,7 +81,7 @@ def learned(run: Path) -> str:
             shares.setdefault(event["policy"], []).append(event["reward"])
     task = {"solver": "gives the right result", "verifier": "confirms or corrects the result rightly"}
     return "\n".join(
-        f"The {role} {does} in {shares[role][-1]:.0%} of the held-out tasks; before training it was {shares[role][0]:.0%}."
+        f"The {role} {does} in {shares[role][-1]:.0%} of the held-out tasks; before training, in {shares[role][0]:.0%}."
         for role, does in task.items()
     )
 

@@ -66,8 +66,9 @@ class Run(Protocol):
         stream stands still."""
         ...
 
-    def offer(self, published: NewVersion) -> None:
-        """Assign work with this version from now on."""
+    async def offer(self, published: NewVersion) -> None:
+        """Assign work with this version from now on. Copies of the policy that are due are renewed first, so that it
+        does not depend on chance which one plays against the next tasks."""
         ...
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None:
@@ -199,7 +200,7 @@ class Loop:
         batch.update_s += now_s() - began
         batch.weights_bytes = published.update_bytes
         self.state = state
-        self._run.offer(published)
+        await self._run.offer(published)
         return reports
 
     async def _forward_backward(self, groups: Sequence[Group]) -> float:

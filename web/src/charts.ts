@@ -26,13 +26,13 @@ export class Chart {
   constructor(private spec: Spec, private x: X) { new ResizeObserver(() => this.resize()).observe(this.element); }
 
   update(runs: Run[]): void {
-    const { spec } = this, [unit, scale] = this.unit(runs), policies = runs.flatMap((run) => (spec.whole ? [run.lead] : run.policies));
+    const { spec } = this, [unit, scale] = this.unit(runs), all = runs.flatMap((run) => run.policies), policies = spec.whole ? runs.map((run) => run.lead) : all;
     const tables: uPlot.AlignedData[] = [], lines: uPlot.Series[] = [{ label: unit, value: (_, v) => number(v) }];
     const has = (column: Column): boolean => column.some((v) => v !== null);
-    policies.forEach((policy, n) => {
-      const { evals } = policy.data, several = policies.length > 1, title = label(policy, runs);
+    policies.forEach((policy) => {
+      const { evals } = policy.data, several = policies.length > 1, title = spec.whole ? policy.run.name : label(policy, runs);
       if (!has(policy.column(spec.column)) && !(spec.evals && evals.length)) return; // such as a simulation, which learns nothing
-      const color = RUN_COLORS[n % RUN_COLORS.length]!, name = several ? title : spec.more ? "mean" : spec.unit ?? spec.title;
+      const color = RUN_COLORS[all.indexOf(policy) % RUN_COLORS.length]!, name = several ? title : spec.more ? "mean" : spec.unit ?? spec.title;
       const xs = policy.column(this.x).map((v) => (v ?? 0) / scale), columns = [policy.column(spec.column)];
       lines.push({ label: name, stroke: color, width: 1.6, spanGaps: true, points: { show: xs.length < 2 }, value: shownValue });
       if (spec.more) { columns.push(policy.column(spec.more)); lines.push({ label: several ? `${name}, max` : "max", stroke: color, dash: [3, 3], spanGaps: true, points: { show: false }, value: shownValue }); }

@@ -139,7 +139,7 @@ export class Timeline {
       const y = HEAD + n * row - box.scrollTop;
       this.bars(c, run.rows[n]!, y, width);
       c.fillStyle = ink;
-      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
+      c.fillText(clip(run.rows[n]!.name.replace("trainer ", ""), 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
     }
     if (this.arcs) this.paintArcs(c);
     c.restore();

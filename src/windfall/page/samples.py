@@ -110,10 +110,13 @@ def describe(
         segments.append(_segment(segment, decoder(segment.role), left))
         left = max(0, left - len(segment.tokens))
     first, *more = segments
+    reward = r.reward
+    if reward is None and r.rewards:  # those of its roles are among the scores
+        reward = sum(x for _, x in r.rewards) / len(r.rewards)
     if r.agent:  # it has written its own prompts; that of the task says only what it was asked for
         prompt = first["prompt"]
     return {
-        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(r.reward), "finish": r.finish,
+        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(reward), "finish": r.finish,
         "length": r.sampled_count, "turns": r.turns, "tools": sum(len(s["calls"]) for s in segments),
         "moved": sample.moved, "oldest": r.oldest_version,
         "scores": [[n, _finite(x)] for n, x in (*r.scores, *r.rewards)[:16]],

@@ -253,7 +253,6 @@ class Loop:
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.groups.admission.staleness)
         tasks |= batch.describe() | self.groups.describe()
-        counted_s = tasks.get("counted_s", took_s)
         self.events.scalar(
             "step",
             step=step,
@@ -266,7 +265,7 @@ class Loop:
             s=took_s,
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / max(counted_s, 1e-9),
+            tok_per_s=self.groups.tok_per_s(took_s),
             **tasks,
             **describe_updates(reports),
             **self._run.counters(tasks),

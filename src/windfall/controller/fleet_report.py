@@ -88,7 +88,7 @@ class FleetReport:
         self._staleness: dict[str, Any] | None = None
         """`staleness` of the snapshot."""
         self._advisor = advisor(
-            dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
+            dispatch, responses=o.fresh_groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
             max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
         )  # fmt: skip
 

@@ -20,7 +20,9 @@ class StepBatch:
     """The groups that one step has collected, and the seconds it has spent."""
 
     kept: list[Group] = field(default_factory=list)
-    """Groups to train on."""
+    """Groups to train on, the replayed ones first."""
+    replayed: list[Group] = field(default_factory=list)
+    """Those that were trained on before."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of all responses, including those of groups that dynamic sampling replaced: the policy's true reward."""
     scores: list[Scores] = field(default_factory=list)
@@ -52,6 +54,15 @@ class StepBatch:
     def add(self, group: Group, size: int, micro_tokens: int) -> None:
         """Add a group to train on. `size`: responses per group."""
         self.note(group, size)
+        self._keep(group, micro_tokens)
+
+    def replay(self, groups: Sequence[Group], micro_tokens: int) -> None:
+        """Add groups to train on again, before all others. Their rewards and lengths were counted before."""
+        self.replayed.extend(groups)
+        for group in groups:
+            self._keep(group, micro_tokens)
+
+    def _keep(self, group: Group, micro_tokens: int) -> None:
         self.kept.append(group)
         self.partial.append(group)
         if sum(r.length for g in self.partial for r in g.responses) >= micro_tokens:
@@ -64,7 +75,8 @@ class StepBatch:
             groups = self.micro_batches.popleft()
         else:
             groups, self.partial = self.partial, []
-        self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
+        if not groups or groups[-1] not in self.replayed:  # otherwise it did not need finished groups yet
+            self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
         return groups
 
     def completed(self, ready: int, *, pipelined: bool) -> None:
@@ -95,8 +107,13 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens to train on."""
-        return sum(r.sampled_count for g in self.kept for r in g.responses)
+        """Sampled tokens of the groups to train on that are not replayed."""
+        return sum(r.sampled_count for g in self.fresh for r in g.responses)
+
+    @property
+    def fresh(self) -> list[Group]:
+        """The groups to train on that are not replayed."""
+        return self.kept[len(self.replayed) :]
 
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event."""
@@ -116,7 +133,7 @@ class StepBatch:
     def describe_staleness(self, version: int, bound: int) -> dict[str, Any]:
         """Fields of the step's event if versions may differ. `version`: the trainer's, before the step. `bound`: the
         highest staleness that is trained on."""
-        responses = [r for g in self.kept for r in g.responses if r.reward is not None]
+        responses = [r for g in self.fresh for r in g.responses if r.reward is not None]
         lags = [version - oldest for r in responses if (oldest := r.oldest_version) is not None]
         counts = Counter(lags)
         return {
@@ -125,6 +142,13 @@ class StepBatch:
             "staleness_bound": bound,
             "staleness_counts": [counts[n] for n in range(max(lags, default=-1) + 1)],
         }
+
+    def describe_replay(self, version: int) -> dict[str, Any]:
+        """Fields of the step's event about replayed groups. `version`: the trainer's, before the step."""
+        responses = [r for g in self.replayed for r in g.responses]
+        oldest = min((v for r in responses if (v := r.oldest_version) is not None), default=version)
+        tokens = sum(r.sampled_count for r in responses)
+        return {"replayed": len(self.replayed), "replayed_tokens": tokens, "replayed_age": version - oldest}
 
 
 def describe_scores(scores: Sequence[Scores]) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from windfall.algorithms.base import Algorithm
 from windfall.controller.credit import informative
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.prompt_selection import PromptSelection, outcome
-from windfall.controller.scheduling.replay import Replay
+from windfall.controller.scheduling.selection import PromptSelection, Replay
 from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.step_batch import StepBatch
 from windfall.errors import WindfallError
@@ -71,10 +70,10 @@ class PolicyGroups:
         self.admission = generation.gate.admissions[name]
         self.pace = pace
         self.asynchronous = recipe.rollout.staleness > 0
-        self.lagging = self.asynchronous or recipe.rollout.replay > 0
+        self.lagging = self.asynchronous or self._options.replay > 0
         """Tokens may be of an older version than the trainer's."""
-        self.replay = Replay(groups=recipe.rollout.replayed_groups, age=recipe.rollout.replay_age)
-        self.selection = PromptSelection(recipe.run.seed) if recipe.rollout.select == "greso" else None
+        self._replay = Replay(groups=self._options.groups - self._options.fresh_groups, age=self._options.replay_age)
+        self.selection = PromptSelection(recipe.run.seed) if self._options.select == "greso" else None
         # Neither their credit nor their mini-batch depends on other groups.
         self.one_by_one = algorithm.scope == "group" and recipe.train.minibatches == 1
         """Groups are trained on one by one."""
@@ -110,7 +109,8 @@ class PolicyGroups:
         if self.selection is not None:
             self.selection.restore(state.selection)
         groups = [group.of(self._name) for group in await self._generation.read_groups(state.replay)]
-        self.replay.restore(group for group in groups if group.responses)
+        self._replay.groups.clear()
+        self._replay.groups.extend(group for group in groups if group.responses)
 
     def begin_step(self) -> None:
         self.in_step = True
@@ -131,21 +131,20 @@ class PolicyGroups:
     def new_batch(self) -> StepBatch:
         """A batch with the groups to replay."""
         batch = StepBatch()
-        batch.replay(self.replay.take(self.admission.version), self._micro_tokens)
+        for group in self._replay.take(self.admission.version):
+            batch.replay(group, self._micro_tokens)
         return batch
 
     def state_after(self, step: int, batch: StepBatch) -> CheckpointState:
         """The state of the policy once this step is trained on its batch, which is complete."""
-        self.replay.add(group for group in batch.fresh if outcome(group) == "informative")
-        if self.selection is not None:
-            self.selection.end_step()
+        admission, replay, selection = self.admission, self._replay.groups, self.selection
+        replay.extend(group for group in batch.fresh if batch.outcomes[group.index][1] == "informative")
+        if selection is not None:
+            selection.end_step(batch.outcomes)
         return CheckpointState(
-            step=step,
-            next_task=self.admission.next_task,
-            open_tasks=self.admission.open_tasks,
-            replay=self.replay.tasks,
-            selection=self.selection.state if self.selection is not None else (),
-        )
+            step=step, next_task=admission.next_task, open_tasks=admission.open_tasks,
+            replay=tuple(group.index for group in replay), selection=selection.state if selection is not None else (),
+        )  # fmt: skip
 
     def fill(self, batch: StepBatch) -> bool:
         """Move the groups that are ready into the batch; True if it is complete. Raises the error of the stream, or of
@@ -156,21 +155,15 @@ class PolicyGroups:
         size = self._options.group_size
         while (group := self.admission.take()) is not None:
             batch.add(group, size, self._micro_tokens)
-            self._note(group)
             if self.pipelined and batch.micro_batches:
                 self.pace.trainable()
         for group in self._replaced:
             batch.note(group, size)
-            self._note(group)
         self._replaced.clear()
         self._generation.admit()  # a group may have been too old
         if self.admission.complete:
             batch.completed(self.admission.ready, pipelined=self.pipelined)
         return self.admission.complete
-
-    def _note(self, group: Group) -> None:
-        if self.selection is not None:
-            self.selection.note(group)
 
     async def wait(self, batch: StepBatch) -> None:
         """Wait for a change or, while the trainer generates, until it stops."""
@@ -361,12 +354,11 @@ class Generation:
 
     def _is_wanted(self, index: int, task: Task) -> bool:
         """Whether some policy wants the prompt of a task that was drawn. What the journal has tokens of was wanted."""
-        selections = [self.groups[name].selection for name in self.gate.holders(index)]
-        chosen = [s for s in selections if s is not None and not s.wants(index, task.prompt)]
+        selections = [s for name in self.gate.holders(index) if (s := self.groups[name].selection) is not None]
         begun = any(f"{index}/{n}" in self.rollout.history for n in range(self._size))
-        if begun or not chosen or len(chosen) < len(selections) or self._stream is None:
+        if self._stream is None or begun or not selections or any(s.wants(index, task.prompt) for s in selections):
             return True
-        for selection in chosen:
+        for selection in selections:
             selection.skip(task.prompt)
         self.gate.skip(index)
         self._stream.inbox.put_nowait(self.admit)  # not here: the stream may be opening other tasks

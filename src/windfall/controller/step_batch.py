@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from windfall.controller.scheduling.selection import outcome
 from windfall.training import NOT_FINITE, Report
-from windfall.types import Group
+from windfall.types import Group, Prompt
 
 Scores = tuple[tuple[str, float], ...]
 """The parts of a reward, by name."""
@@ -30,6 +31,8 @@ class StepBatch:
     lengths: dict[int, list[int]] = field(default_factory=dict)
     """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
     that was dropped because it was too old."""
+    outcomes: dict[int, tuple[Prompt, str | None]] = field(default_factory=dict)
+    """By task, including those of replaced groups: the prompt, and what the rewards say about it."""
     early_s: float = 0.0
     """Seconds the trainer trained on groups before the last one had arrived."""
     asked_s: float = 0.0
@@ -56,11 +59,10 @@ class StepBatch:
         self.note(group, size)
         self._keep(group, micro_tokens)
 
-    def replay(self, groups: Sequence[Group], micro_tokens: int) -> None:
-        """Add groups to train on again, before all others. Their rewards and lengths were counted before."""
-        self.replayed.extend(groups)
-        for group in groups:
-            self._keep(group, micro_tokens)
+    def replay(self, group: Group, micro_tokens: int) -> None:
+        """Add a group to train on again, before all others. Its rewards and lengths were counted before."""
+        self.replayed.append(group)
+        self._keep(group, micro_tokens)
 
     def _keep(self, group: Group, micro_tokens: int) -> None:
         self.kept.append(group)
@@ -97,6 +99,7 @@ class StepBatch:
 
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
+        self.outcomes[group.index] = group.task.prompt, outcome(group)
         self.rewards += group.rewards
         self.scores += [r.scores for r in group.responses]
         lengths = [0] * size

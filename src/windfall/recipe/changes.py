@@ -44,10 +44,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
     "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
-    **dict.fromkeys(
-        ("rollout.replay", "rollout.replay_age", "rollout.select"),
-        ("noted", "Batches after this point are put together differently."),
-    ),
+    **{f"rollout.{key}": ("noted", "Later batches have other groups.") for key in ("replay", "replay_age", "select")},
     "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
     "rollout.reward_processes": ("free", ""),

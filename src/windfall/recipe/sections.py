@@ -163,14 +163,9 @@ class RolloutSection(Section):
     task. "fifo" takes them as they were drawn."""
 
     @property
-    def replayed_groups(self) -> int:
-        """Most groups of a step that are replayed."""
-        return min(self.groups - 1, round(self.groups * self.replay))
-
-    @property
     def fresh_groups(self) -> int:
-        """Groups of a step that are generated."""
-        return self.groups - self.replayed_groups
+        """Groups of a step that are generated. The others are replayed."""
+        return max(1, self.groups - round(self.groups * self.replay))
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""

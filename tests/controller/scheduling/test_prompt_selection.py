@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.controller.scheduling.prompt_selection import AIMS, MAX_PROMPTS, PromptSelection, outcome
+from windfall.controller.scheduling.selection import LEAST, MAX_PROMPTS, PromptSelection, outcome
 from windfall.types import Group, Response, Task
 
 
@@ -19,12 +19,15 @@ def group(index: int, prompt: str, *rewards: float | None, roles: tuple[str, ...
     return Group(index=index, task=Task(id=str(index), prompt=prompt), responses=responses)
 
 
+def end_step(selection: PromptSelection, *groups: Group) -> None:
+    selection.end_step({g.index: (g.task.prompt, outcome(g)) for g in groups})
+
+
 def after(*outcomes: tuple[float, ...], prompt: str = "p") -> PromptSelection:
     """The state after one step for each of these groups of the same prompt."""
     selection = PromptSelection(seed=0)
     for index, rewards in enumerate(outcomes):
-        selection.note(group(index, prompt, *rewards))
-        selection.end_step()
+        end_step(selection, group(index, prompt, *rewards))
     return selection
 
 
@@ -48,8 +51,8 @@ def test_probability_falls_with_the_streak_to_its_floor() -> None:
     twice = after(easy, easy)
     assert share_wanted(twice) == pytest.approx(twice.probability("easy", 2), abs=0.03)
     assert 0.2 < twice.probability("easy", 2) < 0.3
-    assert share_wanted(after(*[easy] * 40)) == pytest.approx(AIMS["easy"].least, abs=0.02)
-    assert share_wanted(after(*[hard] * 40)) == pytest.approx(AIMS["hard"].least, abs=0.03)
+    assert share_wanted(after(*[easy] * 40)) == pytest.approx(LEAST["easy"], abs=0.02)
+    assert share_wanted(after(*[hard] * 40)) == pytest.approx(LEAST["hard"], abs=0.03)
     assert share_wanted(after(*[easy] * 3), "another prompt") == 1.0
 
 
@@ -61,28 +64,23 @@ def test_informative_group_ends_the_streak_and_another_kind_restarts_it() -> Non
 
 def test_probabilities_move_toward_the_target_shares_once_prompts_repeat() -> None:
     selection = PromptSelection(seed=0)
-    for index in range(8):  # the first epoch: all of them solved, none seen before
-        selection.note(group(index, str(index), 1.0, 1.0))
-    selection.end_step()
+    # The first epoch: all of them solved, none seen before.
+    end_step(selection, *(group(index, str(index), 1.0, 1.0) for index in range(8)))
     assert selection.describe()["prompt_probability"] == {"easy": 0.5, "hard": 0.5}
     for step in range(1, 4):  # too many easy groups, no hard ones
-        selection.note(group(step, "0", 1.0, 1.0))
-        selection.end_step()
+        end_step(selection, group(step, "0", 1.0, 1.0))
     assert selection.describe()["prompt_probability"] == {"easy": 0.47, "hard": 0.53}
 
 
-def test_groups_of_a_step_change_nothing_before_its_end() -> None:
-    """Which of them ends first depends on the workers, and must not decide what is drawn."""
-    orders = []
-    for order in ([0, 1, 2], [2, 0, 1]):
-        selection = PromptSelection(seed=0)
-        found = [group(0, "p", 1.0, 1.0), group(1, "p", 0.0, 1.0), group(2, "q", 0.0, 0.0)]
-        for n in order:
-            selection.note(found[n])
-            assert share_wanted(selection, count=50) == share_wanted(selection, "q", count=50) == 1.0
-        selection.end_step()
-        orders.append(selection.state)
-    assert orders[0] == orders[1]
+def test_order_in_which_groups_end_does_not_matter() -> None:
+    """It depends on the workers, and must not decide what is drawn."""
+    found = [group(0, "p", 1.0, 1.0), group(1, "p", 0.0, 1.0), group(2, "q", 0.0, 0.0), group(3, "q", None)]
+    first, second = PromptSelection(seed=0), PromptSelection(seed=0)
+    end_step(first, *found)
+    end_step(second, *(found[n] for n in (2, 0, 3, 1)))
+    assert first.state == second.state
+    assert share_wanted(first) == 1.0, "the informative one came last"
+    assert share_wanted(first, "q") == pytest.approx(0.5, abs=0.03)
 
 
 def test_skipped_prompts_are_counted_by_kind() -> None:
@@ -101,12 +99,13 @@ def test_restored_selection_decides_as_before(first: list[Step], second: list[St
 
     def train(selection: PromptSelection, parts: list[Step]) -> None:
         for step in parts:
+            groups = []
             for index, (prompt, rewards) in enumerate(step):
                 if selection.wants(index, str(prompt)):
-                    selection.note(group(index, str(prompt), *rewards))
+                    groups.append(group(index, str(prompt), *rewards))
                 else:
                     selection.skip(str(prompt))
-            selection.end_step()
+            end_step(selection, *groups)
             selection.skipped.clear()
 
     train(calm, [*first, *second])
@@ -114,7 +113,7 @@ def test_restored_selection_decides_as_before(first: list[Step], second: list[St
     resumed = PromptSelection(seed=3)
     resumed.restore(interrupted.state)
     assert resumed.state == interrupted.state
-    interrupted.note(group(0, "0", 1.0))  # of a step that is lost
+    end_step(interrupted, group(0, "0", 1.0))  # a step that is lost
     interrupted.restore(resumed.state)
     train(interrupted, second)
     train(resumed, second)
@@ -124,9 +123,7 @@ def test_restored_selection_decides_as_before(first: list[Step], second: list[St
 
 def test_memory_is_bounded() -> None:
     selection = PromptSelection(seed=0)
-    for index in range(MAX_PROMPTS + 100):
-        selection.note(group(index, str(index), 0.0, 0.0))
-    selection.end_step()
+    end_step(selection, *(group(index, str(index), 0.0, 0.0) for index in range(MAX_PROMPTS + 100)))
     assert len(selection.state) == MAX_PROMPTS + 2
     assert share_wanted(selection, "0") == 1.0, "the least recent are forgotten"
     assert share_wanted(selection, str(MAX_PROMPTS)) < 0.6

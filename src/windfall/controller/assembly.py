@@ -99,7 +99,7 @@ class ControllerLife:
             events=events, journal=journal, patience=patience, techniques=t,
             versions=_versions(recipe), on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
-            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
+            order=recipe.rollout.order, step_groups=recipe.rollout.fresh_groups,
             directories={name: _directory(recipe) for name in recipe.names()},
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
@@ -359,7 +359,7 @@ class ControllerLife:
 
 def _lowest_task(states: Sequence[CheckpointState]) -> int:
     """The first task that is needed to continue from these states."""
-    return min(min((*state.open_tasks, state.next_task)) for state in states)
+    return min(min((*state.open_tasks, *state.replay, state.next_task)) for state in states)
 
 
 def _versions(recipe: Recipe) -> list[PolicyVersions]:

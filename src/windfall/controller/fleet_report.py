@@ -118,7 +118,7 @@ class FleetReport:
         base_of = {name: base for base, names in bases.items() for name in names}
         self._policies = {n: _PolicySteps(base_of[n], of.rollout.staleness) for n, of in of_policy.items()}
         self._advisor = advisor(
-            dispatch, responses=o.groups * o.group_size, max_count=MAX_ADVISED,
+            dispatch, responses=o.fresh_groups * o.group_size, max_count=MAX_ADVISED,
             trainer_usd_per_h=f.trainer_price_usd_per_h * len(bases),
             overlap=all(map(can_pipeline, of_policy.values())),
             asynchronous=any(p.bound for p in self._policies.values()),

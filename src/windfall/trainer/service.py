@@ -234,8 +234,8 @@ class TrainerService:
 
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
-            self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
-            version=self._manifest.version, digest=self._manifest.digest, weights=self.weights(),
+            self.hello, **asdict(self.state), version=self._manifest.version, digest=self._manifest.digest,
+            weights=self.weights(),
         )  # fmt: skip
         await handshake.join(link, handshake.TRAINER, self.secret, hello)
 
@@ -295,9 +295,7 @@ class TrainerService:
                 self._early = None
                 report = await self.run_in_thread(self._update, room=True)
                 if request.step is not None:
-                    self._completed = CheckpointState(
-                        step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
-                    )
+                    self._completed = CheckpointState.of(request)
                 return m.Optimized(report=asdict(report))
             case m.Publish():
                 return await self._publish(request)

@@ -218,7 +218,8 @@ class FaultInjector:
         self._left = count
         self._stalled_s = 0.0
         recipe = simulation.scenario.recipe
-        self._steps_after = {name: 2 * recipe.of(name).rollout.staleness for name in recipe.names()}
+        trained = filter(recipe.is_trained, recipe.names())
+        self._steps_after = {name: 2 * recipe.of(name).rollout.staleness for name in trained}
         """By policy: number of steps to complete after the step in which the last fault strikes. With staleness, these
         train on most of what was open at that time."""
         self.stall_ended_s = 0.0

@@ -109,7 +109,7 @@ class Invariants:
         self._bases = {policy: base for base, policies in recipe.bases().items() for policy in policies}
         self._staleness = {
             name: StalenessInvariants(injector, name, self._segments)
-            for name in trainers if recipe.of(name).rollout.staleness
+            for name in trainers if recipe.is_trained(name) and recipe.of(name).rollout.staleness
         }  # fmt: skip
         self._reopened: int | None = None
         """Number of tasks that the current controller opened first. None: it has not begun."""
@@ -228,7 +228,8 @@ class Invariants:
             return True
         if ":" in id:
             return entry.episode.version is not None
-        return life.generation.gate.admissions[policy].is_open(int(id.partition("/")[0]))
+        admission = life.generation.gate.admissions.get(policy)  # a frozen policy has none
+        return admission is None or admission.is_open(int(id.partition("/")[0]))
 
     def _check_base(self, id: str, entry: LedgerEntry, member: Member) -> None:
         if member.base != self._bases[entry.policy] or entry.policy not in member.held:

@@ -129,12 +129,12 @@ def same_version_number_counts_as_same_weights(patch: Patch) -> None:
     patch.setattr(VersionWindow, "allows", lambda self, version, digest: version in self.digests)
 
 
-@breaks("again", seed=1)
+@breaks("again", "journal", seed=1)
 def journal_is_not_flushed(patch: Patch) -> None:
     patch.setattr(Journal, "flush", lambda self: None)
 
 
-@breaks("again")
+@breaks("again", "journal")
 def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
     real = journal_format.read_journal
 
@@ -148,7 +148,7 @@ def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
     patch.setattr(journal_format, "read_journal", read)
 
 
-@breaks("again", "batch", seed=5)
+@breaks("again", "batch", "journal", seed=5)
 def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
     """This includes what the journal has of later steps from before a fallback."""
     real = Journal.rotate
@@ -239,7 +239,7 @@ def pages_are_never_released(patch: Patch) -> None:
     patch.setattr(Placement, "done_with", lambda self, group, size: None)
 
 
-@breaks("level", seed=26)
+@breaks("level", seed=12)
 def late_move_is_never_dropped(patch: Patch) -> None:
     """The response ended on its old worker before it could move."""
     real = Placement.done_with
@@ -411,7 +411,7 @@ def frame_may_claim_any_version_of_the_window(patch: Patch) -> None:
     patch.setattr(Ledger, "accept", lambda self, worker, frame, loaded=None: real(self, worker, frame))
 
 
-@breaks("again", seed=1)
+@breaks("again", "journal", seed=1)
 def journal_does_not_name_responses_that_run_during_a_checkpoint(patch: Patch) -> None:
     real = Journal.rotate
     patch.setattr(Journal, "rotate", lambda self, step, running, policies, **tasks: real(self, step, {}, {}, **tasks))
@@ -437,7 +437,7 @@ def policy_is_trained_on_whole_responses(patch: Patch) -> None:
     patch.setattr(Response, "of", of)
 
 
-@breaks("twice", policies=2)
+@breaks("twice", seed=18, policies=2)
 def task_that_one_policy_needs_again_is_trained_on_by_all(patch: Patch) -> None:
     real = TaskGate.finish
 
@@ -451,7 +451,7 @@ def task_that_one_policy_needs_again_is_trained_on_by_all(patch: Patch) -> None:
     patch.setattr(TaskGate, "finish", finish)
 
 
-@breaks("bound", policies=2)
+@breaks("bound", seed=1, policies=2)
 def lags_are_those_of_the_policy_that_is_ahead(patch: Patch) -> None:
     real = Loop._credit
 
@@ -466,7 +466,7 @@ def lags_are_those_of_the_policy_that_is_ahead(patch: Patch) -> None:
     patch.setattr(Loop, "_credit", credit)
 
 
-@breaks("version", "window", policies=2)
+@breaks("version", "window", seed=6, policies=2)
 def worker_that_has_loaded_one_policy_gets_work_of_all(patch: Patch) -> None:
     def routable(self: Members, versions: PolicyVersions) -> list[Any]:
         return [m for m in self.here() if m.state is WorkerState.READY and versions.name in m.held and not m.suspect]
@@ -490,7 +490,7 @@ def tokens_are_not_billed_by_policy(patch: Patch) -> None:
     patch.setattr(Accounts, "frame", lambda self, now_s, worker, tokens, of=None: real(self, now_s, worker, tokens))
 
 
-@breaks("bill", policies=2)
+@breaks("bill", seed=1, policies=2)
 def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
     patch.setattr(ControllerLife, "_base_of", lambda self, policy: policy)
 

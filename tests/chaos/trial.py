@@ -9,7 +9,7 @@ With staleness 0, the steps of the run are compared with those of the same run w
 batches depend on the timing, so only the rules of asynchronous training are checked (staleness_invariants.py).
 
 With several policies, all of them speak in every session: adapters on one base, full weights on bases of their own, or
-both. Each of them has a batch size of its own, and with a higher staleness its own bound.
+both. Each of them has a batch size of its own, and with a higher staleness its own bound. The third may be frozen.
 
 The same seed gives the same event log, byte for byte.
 """
@@ -165,6 +165,9 @@ def _add_policies(sections: dict[str, Any], seed: int, names: Sequence[str]) -> 
         rollout = {"groups": parts * pick("groups", 1, 2, 3)}
         if staleness:
             rollout["staleness"] = pick("staleness", 1, 2, staleness)
+        if n == 2 and pick("frozen", False, False, True):
+            sections["policies"][name] = {"frozen": True}
+            continue
         full = bases == "full" or (bases == "mixed" and n == 0)
         sections["policies"][name] = {
             "rollout": rollout, "algorithm": pick("algorithm", "", "", "dapo"), "eval": {"tasks": pick("eval", 0, 3)},
@@ -213,7 +216,8 @@ def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None)
     """Check what can be checked only when the run has ended. `calm_log`: if given, also run the same recipe without
     faults, write its events to this log, and compare every step."""
     batches = disturbed.invariants.batches
-    steps = {name: max((step for of, step in batches if of == name), default=0) for name in small_run.names()}
+    trained = filter(small_run.is_trained, small_run.names())
+    steps = {name: max((step for of, step in batches if of == name), default=0) for name in trained}
     if not all(steps.values()):
         return InvariantBroken("progress", f"steps completed: {steps}")
     try:

@@ -30,8 +30,8 @@ from typing import Any
 import xxhash
 
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import Offer
 from windfall.engine.base import Engine
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -208,7 +208,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
             while len(finished) < len(open_):
                 await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s)
                 names = [n for n in fleet.here if d.ledger.running(n)]
-                if names and d.ledger.queue:  # only while responses are queued
+                if names and d.ledger.queued:  # only while responses are queued
                     await _kill(rng.choice(names), fleet, d, open_, out)
     finally:
         watching.cancel()

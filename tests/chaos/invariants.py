@@ -139,7 +139,7 @@ class Invariants:
         if self._reopened is None and life.generation is not None and life.generation.running and life.loop is not None:
             self._reopened = len(life.loop.groups.admission.open_tasks)
         c = ledger.counts
-        counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), len(ledger.queue))
+        counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), ledger.queued)
         if counts != self._ledger_counts:
             self._ledger_counts = counts
             self._check_ledger(life)
@@ -169,7 +169,7 @@ class Invariants:
     def _check_ledger(self, life: ControllerLife) -> None:
         if self._simulation.down:  # nothing that a killed controller does has an effect
             return
-        ledger, offer, members = life.dispatch.ledger, life.dispatch.offer, life.dispatch.members.all
+        ledger, offer, members = life.dispatch.ledger, life.dispatch.lead.offer, life.dispatch.members.all
         try:
             ledger.check()
         except AssertionError as e:
@@ -195,7 +195,8 @@ class Invariants:
 
     def _check_tokens(self, id: str, entry: LedgerEntry, have: int, checked: int) -> None:
         known = self._accepted.get(id, 0)
-        tokens, id_token, offer = entry.episode.tokens, id_token_of(entry.episode.seed), self._simulation.dispatch.offer
+        tokens, id_token = entry.episode.tokens, id_token_of(entry.episode.seed)
+        offer = self._simulation.dispatch.lead.offer
         if self._staleness is not None and offer is not None and self._staleness.is_too_old(id_token, offer.version):
             known = self._accepted[id] = have  # nothing can be trained on it, and the journal may have forgotten it
         if have < checked:
@@ -214,7 +215,7 @@ class Invariants:
 
     def _check_assignment(self, link: FaultyLink, message: object) -> None:
         if isinstance(message, m.Assign) and not self._simulation.down:
-            offer, weights = self._simulation.life.dispatch.offer, self._simulation.trainer.weights
+            offer, weights = self._simulation.life.dispatch.lead.offer, self._simulation.trainer.weights
             assert offer is not None
             if self._staleness is not None:
                 self._staleness.check_assignment(link, offer)
@@ -364,7 +365,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     }
     bounded = {
         "responses": len(d.ledger.entries),
-        "queued": len(d.ledger.queue),
+        "queued": d.ledger.queued,
         "running": len(d.ledger._running),
         "groups with pages": len(g._prefix_holders),
         "sessions": len(g.turns._sessions),

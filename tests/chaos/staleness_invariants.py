@@ -20,9 +20,9 @@ from itertools import chain, repeat
 from tests.chaos import InvariantBroken
 from tests.chaos.inject import FaultInjector, FaultyLink
 from windfall.controller.ledger.ledger import LedgerEntry
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.stream import seed_of
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.versions import Offer
 from windfall.sim.core.draws import uniform
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.training import Sample

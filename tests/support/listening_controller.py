@@ -14,9 +14,9 @@ from typing import Any
 from tests.support.hashing_engine import Hashing, said
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Patience, WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m

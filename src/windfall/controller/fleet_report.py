@@ -185,7 +185,7 @@ class FleetReport:
     ) -> dict[str, Any]:
         """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
         `ended`: how the run ended, or None while it runs. `graders`: how busy the environment is."""
-        ledger, offer = self._dispatch.ledger, self._dispatch.offer
+        ledger, offer = self._dispatch.ledger, self._dispatch.lead.offer
         members = list(self._dispatch.members.all.values())
         gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
         workers = [
@@ -193,7 +193,7 @@ class FleetReport:
                 "worker": w.id, "lease": prices.kind(w.lease, lends=w.lends), "kind": w.lease.kind,
                 "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
-                "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
+                "version": w.first.version, "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
                 "why": w.why, **_cache(w), **_lender(w),
             }

@@ -104,7 +104,7 @@ class ControllerClient:
         self._boot_reported = False
         self._held: dict[str, tuple[int, str]] = {}
         self._pullers: dict[str, WeightPuller] = {"": self.puller}
-        """By policy of the last Welcome."""
+        """By policy of the last Welcome, and of Loads since then."""
         self._received = 0
         """Bytes that pullers received which are closed."""
         self._upload = UploadLimit()
@@ -337,6 +337,8 @@ class ControllerClient:
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
         """Runs in a thread."""
+        if load.policy not in self._pullers:  # the run has it since this worker joined
+            self._pullers = {**self._pullers, load.policy: self.puller.beside()}
         puller = self._pullers[load.policy]
         held = {} if self._worker_link is None else self._worker_link.held
         in_engine = {policy: digest for policy, (_, digest) in held.items()}  # not only in a puller

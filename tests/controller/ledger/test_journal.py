@@ -364,8 +364,8 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
 
 
 def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
-    if ledger.queue:
-        entry = ledger.assign(ledger.queue.popleft(), rng.choice("ab"), rng.choice([1, 2]))
+    if ledger.queues[""]:
+        entry = ledger.assign(ledger.queues[""].popleft(), rng.choice("ab"), rng.choice([1, 2]))
         journal.write_assigned({entry.handle: entry.episode.id})
         return
     worker = rng.choice("ab")

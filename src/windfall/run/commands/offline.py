@@ -18,11 +18,11 @@ from rich.markup import escape
 from windfall import devices
 from windfall import run_folder as folders
 from windfall.controller.gateway import agents
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
 from windfall.controller.rollout.grading import EnvFailures
 from windfall.controller.rollout.stream import Rollout, seed_of
+from windfall.controller.scheduling.versions import Offer
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.engine.factory import build_engine
 from windfall.envs import held_out

@@ -85,13 +85,8 @@ class Setup:
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
     """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
-    device = recipe.run.device.partition(":")[0]
-    return devices.resolve(device, recipe.model.dtype, cpu_threads(recipe, place))
-
-
-def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
-    """CPU threads of this rank."""
-    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+    threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+    return devices.resolve(recipe.run.device.partition(":")[0], recipe.model.dtype, threads)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:

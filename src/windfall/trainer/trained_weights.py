@@ -57,7 +57,7 @@ class TrainedWeights:
         total = sum(p.numel() for name, p in self.model.named_parameters() if not is_adapter(name))
         if self.adapters is None:
             return {"parameters": total}
-        trained = self.adapters.parameters
+        trained = sum(t.numel() for t in self.adapters.tensors().values())
         return {"parameters": total, "adapter_parameters": trained, "adapter_rank": self.adapters.config.rank}
 
     def publish(

@@ -349,7 +349,7 @@ class ControllerClient:
         tensors, base = None if in_engine.get(load.policy) == load.digest else pulled.tensors, pulled.base
         if not base and self._spec is not None and self._spec.adapters:  # not trained, beside adapters of the same base
             base = pulled.digest
-            tensors = None if tensors is None else MergedWeights(tensors, {}, 1.0)
+            tensors = None if tensors is None else MergedWeights.of(tensors)
         if isinstance(tensors, MergedWeights):
             tensors.base_is_loaded = base in self._bases.values()
         self._bases[pulled.digest] = base

@@ -15,11 +15,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from windfall.engine.held_policies import PolicyWeights
 from windfall.errors import WindfallError
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
-from windfall.weights.merged import LORA_A, LORA_B, WEIGHT
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
@@ -44,7 +43,7 @@ class AdapterFolders:
         self.requests: dict[str, Any] = {}
         """vLLM's request of each policy that has an adapter."""
 
-    def replace(self, vllm: Any, policy: str, weights: PolicyWeights, policies: Collection[str]) -> None:
+    def replace(self, vllm: Any, policy: str, weights: MergedWeights, policies: Collection[str]) -> None:
         """Load the adapter of a policy, one of these `policies`, which have adapters from now on. Raises WindfallError,
         and changes nothing, if vLLM refuses it."""
         new = {policy: self._load(vllm, policy, weights)} if weights.pairs else {}
@@ -52,7 +51,7 @@ class AdapterFolders:
         self._old += [lora for name, lora in self.requests.items() if name not in kept]
         self.requests = kept | new
 
-    def _load(self, vllm: Any, policy: str, weights: PolicyWeights) -> Any:
+    def _load(self, vllm: Any, policy: str, weights: MergedWeights) -> Any:
         from vllm.lora.request import LoRARequest  # pyright: ignore
 
         self._count += 1

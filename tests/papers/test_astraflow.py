@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers import astraflow_table
 from benchmarks.papers.astraflow import FEWER_BELOW, MORE_ABOVE, SPARE, WaitShareAdvisor, wanted_workers
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerKind
@@ -65,3 +66,16 @@ def test_the_workers_of_all_kinds_count(tmp_path: Path) -> None:
     assert waited.why == "the trainer waited for 50% of the step, and the gate was closed for 0%"
     held = advisor.advise(run, kinds, wait_s=0.0, held_s=9.0, step_s=10.0)
     assert [a.count for a in held.values()] == [0, 0]
+
+
+def test_barrier_of_the_table_costs_what_fluctuates() -> None:
+    """A step takes the mean of the longer time instead of the longer mean."""
+    lock, free = (
+        astraflow_table.simulate(
+            astraflow_table.Variant(name="", barrier=barrier, balanced=True, fluctuation=0.5), 3e-4, steps=14, seeds=1
+        )
+        for barrier in (True, False)
+    )
+    assert lock.step_s > 1.05 * free.step_s
+    assert lock.barrier["solver"] + lock.barrier["verifier"] > 0.1
+    assert set(free.barrier.values()) == {0.0}

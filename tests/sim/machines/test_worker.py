@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from tests.support.restarts import RestartingSimulation
@@ -344,3 +345,39 @@ def test_warned_worker_leaves_in_time(simulated: Simulated) -> None:
     assert any(e["name"] == "worker_left" for e in log)
     early = [e for e in log if e["name"] == "worker_lost" and e["s"] > 8.5]
     assert not early, "only a machine preempted right after it came up is lost"
+
+
+def test_worker_that_is_asked_to_join_again_forgets_its_base_when_it_loads_another() -> None:
+    tokens = PolicyTokens(lengths=LogNormalLengths(median=100, sigma=0), prompt_tokens=10, max_tokens=1000)
+
+    async def main(loop: VirtualLoop) -> tuple[FakeDispatch, SimWorker]:
+        dispatch, net = FakeDispatch(), StoreNetwork()
+        spec = WorkerSpec(
+            name="w", lease=Lease(), service=SERVICE, slots=8, net=net, down_per_s=100.0,
+            bases={"solver": "solver", "verifier": "verifier"}, base_services={"verifier": SERVICE.slower(2.0)},
+        )  # fmt: skip
+        WeightStore(net=net, location="trainer").hold([load(n).files[0].file for n in (1, 2)])
+        worker = SimWorker(spec, TokenSchedule({"solver": tokens, "verifier": tokens}, granule=1), dispatch.attend,
+                           started_s=0.0)  # fmt: skip
+        worker.dial()
+        for version, policy in ((1, "solver"), (2, "verifier")):
+            await asyncio.sleep(2)
+            await dispatch.link.send(msgspec.structs.replace(load(version), policy=policy))
+            await asyncio.sleep(2)
+            await dispatch.link.send(m.Assign(work=(msgspec.structs.replace(work(version), policy=policy),)))
+            await asyncio.sleep(5)
+            await dispatch.link.send(m.Drain(why="switch", again=True))
+            await asyncio.sleep(0.5)
+            await dispatch.link.close()
+        await asyncio.sleep(2)
+        return dispatch, worker
+
+    dispatch, worker = loops.run(main)
+    assert [set(hello.held) for hello in dispatch.hellos] == [set(), {"solver"}, {"verifier"}]
+    assert [frame.versions for frame in dispatch.messages(m.Tokens) if frame.finished] == [
+        {"solver": 1},
+        {"verifier": 2},
+    ]
+    assert worker.store is not None
+    assert [file.digest for file in worker.store.complete] == ["v2"], "one full model at a time"
+    assert not worker.finished

@@ -19,6 +19,7 @@ Rules:
 - A worker that joins gets the base with the most responses per worker, and one without a worker first.
 - One worker switches if its new base has at least as many responses per worker as its old one after the switch, or if
   its new base has responses and no worker, and its old one keeps a worker.
+- The last worker of a base goes only to one that has none.
 - Demand swings within a step: first all responses are of one base, then all of another. So the same switch must be
   wanted at LOOKS looks in a row, LOOK_S apart, and none may have begun for JOINS times what a worker needs from its
   joining until it is ready.
@@ -86,7 +87,8 @@ class Holding:
 def _wanted(demands: Sequence[BaseDemand]) -> tuple[str, str] | None:
     """The switch that brings the most, if any brings something."""
     target = max(demands, key=lambda base: (base.workers == 0 and base.responses > 0, base.per_worker(1)))
-    sources = [base for base in demands if base is not target and base.workers]
+    spare = 1 if target.workers else 0  # who speaks next may be the base that has no responses now
+    sources = [base for base in demands if base is not target and base.workers > spare]
     if not sources or not target.responses:
         return None
     source = min(sources, key=lambda base: (base.workers == 1 and base.responses > 0, base.per_worker(-1)))

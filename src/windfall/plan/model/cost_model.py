@@ -214,7 +214,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         slowest = max(each, key=lambda trained: trained.step_s)
         memory = max(trained.memory_bytes for trained in each)
         sent = sum(trained.sent_bytes for trained in each)
-        layout = f"{count} trainers, {slowest.layout} each"
+        layout = f"{count} trainers, {slowest.layout} each" if count > 1 else slowest.layout
         return replace(slowest, gpus=gpus, layout=layout, memory_bytes=memory, sent_bytes=sent)
     _check_measured(gpu, gpu.trainer, gpus)
     longest = work.prompt_tokens + work.max_tokens

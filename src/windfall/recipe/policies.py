@@ -34,8 +34,7 @@ PolicyName = Annotated[str, AfterValidator(_check_name)]
 
 class PolicySection(Section):
     """One of several policies that are trained together, such as [policies.solver] and [policies.verifier]. Its keys
-    replace those of other sections for this policy. Without such a section, a run has one policy. Several are not
-    supported yet: every command that would run such a recipe refuses it."""
+    replace those of other sections for this policy. Without such a section, a run has one policy."""
 
     model: str = ""
     """Model of this policy. Empty: `model.path`."""

@@ -299,11 +299,9 @@ def test_frame_has_the_version_of_every_policy() -> None:
         Chunk(id=str(n), position=n, tokens=(5,), logprobs=(-0.5,), version=version) for n, version in ((1, 4), (2, 7))
     ]
     frame = tokens_frame(chunks, {1: "solver", 2: "verifier", 3: "reference"})
-    assert (frame.versions, frame.version_of("solver"), frame.version_of("reference")) == (
-        {"solver": 4, "verifier": 7}, 4, None,
-    )  # fmt: skip
+    assert frame.by_policy == {"solver": 4, "verifier": 7}
     alone = tokens_frame(chunks[:1])
-    assert (alone.version, alone.versions) == (4, {})
+    assert (alone.version, alone.versions, alone.by_policy) == (4, {}, {"": 4})
 
 
 def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped(rig: Rig) -> None:

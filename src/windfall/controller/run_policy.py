@@ -52,7 +52,7 @@ class RunPolicy:
         self.trainer = RemoteTrainer(life.dispatch.weights, name)
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         o = recipe.rollout
-        self.local_generation = pace(life.dispatch, local_time, self.events, o.groups * o.group_size)
+        self.local_generation = pace(life.dispatch, local_time, self.events, o.fresh_groups * o.group_size)
         self.groups: PolicyGroups | None = None
         self.evaluation: Evaluation | None = None
         self.loop: Loop | None = None
@@ -85,9 +85,7 @@ class RunPolicy:
     @property
     def recovery_state(self) -> CheckpointState:
         """The state that the journal must cover: that of the trainer that has connected, or of the last checkpoint."""
-        hello = self.hello
-        trainers = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
-        return self.on_disk if self._recovered and self.on_disk is not None else trainers
+        return self.on_disk if self._recovered and self.on_disk is not None else CheckpointState.of(self.hello)
 
     def restores(self, scope: str) -> bool:
         """Whether the journal's responses of this scope belong to an evaluation of this policy that is still due."""
@@ -161,7 +159,7 @@ class RunPolicy:
         hello = self._hello
         if hello is None or self.trainer.hello is not hello:
             raise TrainerLost("it disconnected, or another trainer replaced it")
-        self.state = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
+        self.state = CheckpointState.of(hello)
         if self._resumed:
             self.events.instant("resumed", step=hello.step)
         if hello.step > self.last_logged:

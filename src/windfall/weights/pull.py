@@ -23,11 +23,11 @@ import mmap
 import ssl as tls
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,30 +39,62 @@ from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import Ask, FileSources, PullFailed
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, decode
+from windfall.weights.merged import MergedWeights
 from windfall.weights.shared import BufferTensors, SharedTensors
 from windfall.weights.source import connect
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ask", "PullFailed", "PulledFiles", "Puller"]
+__all__ = ["Ask", "PullFailed", "PulledWeights", "Puller", "WeightPuller"]
 WITHDRAW_S = 1.0
 """How long others may go on reading a file before its buffer changes (seconds)."""
 NO_ROUTE = m.ReadRoute(sources=(), parts=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PulledFiles:
-    """What a pull did."""
+class PulledWeights:
+    """What a pull gives to an engine."""
 
-    manifest: Manifest
+    digest: str
+    tensors: Mapping[str, Any] | None = None
+    """The weights, or an adapter with its base (MergedWeights): views that are valid until the puller's next pull. None
+    if the engine already has these weights."""
+    base: str = ""
+    """Digest of the adapter's base."""
+    bytes: int = 0
+    """Bytes that were received for it."""
     used: tuple[m.SourceUse, ...] = ()
     """What came from each source since the last report."""
     apply_s: float = 0.0
     """Seconds that applying deltas took."""
 
 
-class Puller:
+class WeightPuller:
+    """Where a worker's weights of one policy come from: a Puller, or the trainer of this process."""
+
+    reads = False
+    """Whether it reads from sources."""
+    bytes_received = 0
+    """Grows during a pull."""
+
+    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        """Get this version. `ask` asks the controller for other sources: as in FileSources; answers come by `reroute`.
+        `stop` ends the pull at its next read or wait. Raises any error if it fails."""
+        raise NotImplementedError
+
+    def reroute(self, routed: m.Routed) -> None:
+        """Other sources of a file. Any thread may call it."""
+
+    def beside(self) -> WeightPuller:
+        """One more of its kind, for another policy."""
+        raise NotImplementedError("the trainer's own engine holds one policy")
+
+    def close(self) -> None:
+        """Free what is held, apart from the base of adapters: the policy is no longer wanted here."""
+
+
+class Puller(WeightPuller):
     reads = True
 
     def __init__(
@@ -87,7 +119,7 @@ class Puller:
         self._base = base or LocalCopy(HeldFiles())
         self.files = self._base.files
         self._weights = LocalCopy(self.files)
-        self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
+        self.delta_used = self.retries = 0
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
@@ -98,31 +130,34 @@ class Puller:
         return self._weights.held
 
     def beside(self) -> Puller:
-        """A puller of another policy in this process, with the same files and the same base. One waits for the other: a
-        pull of an earlier link may still run."""
+        """It has the same files and the same base. One waits for the other: a pull of an earlier link may still run."""
         options = {"parallel": self.parallel, "timeout_s": self.timeout_s, "tries": self.tries, "ssl": self.ssl}
         return Puller(key=self.key, base=self._base, **options)
 
     def close(self) -> None:
-        """Free what is held, apart from the base."""
         with self._base.lock:
             self._weights.close()
             self._drop_deltas((), most=0)
 
-    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
-        """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
-        PullFailed."""
+    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        """Raises PullFailed."""
         with self._base.lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
-            self._used, self._received_s = [], time.monotonic()
+            self._used, self._received_s, before = [], time.monotonic(), self.bytes_received
             try:
-                return self._read(load)
+                made, apply_s = self._read(load)
+                tensors: Mapping[str, Any] = self.tensors()
+                if made.base:
+                    tensors = MergedWeights(self.base_tensors(), tensors, made.scale)
+                received, used = self.bytes_received - before, tuple(self._used)
+                return PulledWeights(
+                    digest=made.digest, tensors=tensors, base=made.base, bytes=received, used=used, apply_s=apply_s
+                )
             finally:
                 self._drop_deltas({each.file.digest for each in load.files})
 
     def reroute(self, routed: m.Routed) -> None:
-        """Other sources of a file. Any thread may call it."""
         self._routes[routed.file] = routed.route
         if (reading := self._reading.get(routed.file)) is not None:
             reading.reroute(routed.route)
@@ -138,7 +173,8 @@ class Puller:
             raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
         return self._base.tensors()
 
-    def _read(self, load: m.Load) -> PulledFiles:
+    def _read(self, load: m.Load) -> tuple[Manifest, float]:
+        """Returns what is held now, and how long applying deltas took (seconds)."""
         deltas, apply_s = [each.file for each in load.files if each.file.after], 0.0
         if deltas and (self.held is None or self.held.digest != load.digest):
             if deltas[0].before in self._routes:
@@ -148,7 +184,7 @@ class Puller:
         if made.base:
             self._read_copy(self._base, made.base)
         self._weights.held = made
-        return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
+        return made, apply_s
 
     def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
         if copy.held is None or copy.held.digest != file:

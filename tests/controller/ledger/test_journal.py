@@ -119,7 +119,7 @@ def test_records_from_before_policies_had_names_are_read(tmp_path: Path) -> None
     records: list[Any] = [record for _, record in read_records(path)]
     started, assigned, accepted, graded, trained, prompted = records
     assert (started.next_task, assigned.policies, accepted.frame.versions) == (-1, {}, {})
-    assert (accepted.frame.version_of(""), accepted.frame.version_of("solver")) == (3, None)
+    assert accepted.frame.by_policy == {"": 3}
     assert (graded.role, graded.rewards, trained.policy, prompted.role) == ("", (), "", "")
 
 
@@ -364,8 +364,8 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
 
 
 def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
-    if ledger.queue:
-        entry = ledger.assign(ledger.queue.popleft(), rng.choice("ab"), rng.choice([1, 2]))
+    if ledger.queues[""]:
+        entry = ledger.assign(ledger.queues[""].popleft(), rng.choice("ab"), rng.choice([1, 2]))
         journal.write_assigned({entry.handle: entry.episode.id})
         return
     worker = rng.choice("ab")

@@ -13,13 +13,14 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import pair
 from windfall.types import Lease
-from windfall.worker.worker_link import Pull, PulledWeights, WorkerLink
+from windfall.weights.pull import PulledWeights
+from windfall.worker.worker_link import Pull, WorkerLink
 
 
 def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
     """A Pull for an engine that already has the weights, because it shares the module that is trained."""
     del stop
-    return PulledWeights(digest=load.digest, tensors=None)
+    return PulledWeights(digest=load.digest)
 
 
 @contextlib.asynccontextmanager

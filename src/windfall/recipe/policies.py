@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from windfall.errors import WindfallError
 from windfall.recipe.lora import Lora
 from windfall.recipe.section_base import Count, Section
 
@@ -37,8 +36,7 @@ PolicyName = Annotated[str, AfterValidator(_check_name)]
 
 class PolicySection(Section):
     """One of several policies that are trained together, such as [policies.solver] and [policies.verifier]. Its keys
-    replace those of other sections for this policy. Without such a section, a run has one policy. Several are not
-    supported yet: every command that would run such a recipe refuses it."""
+    replace those of other sections for this policy. Without such a section, a run has one policy."""
 
     model: str = ""
     """Model of this policy. Empty: `model.path`."""
@@ -107,10 +105,3 @@ def check(policies: Mapping[str, PolicySection]) -> None:
             raise ValueError(f"{where}.copy_of = {own.copy_of!r} is not a policy that is trained ({trained})")
     if policies and not any(own.trained for own in policies.values()):
         raise ValueError("no policy is trained: remove frozen or copy_of from one of [policies]")
-
-
-def refuse_several(policies: Mapping[str, PolicySection]) -> None:
-    """Called by every command that runs a recipe, until all of them know several policies."""
-    if policies:
-        fix = "Remove [policies], and run one recipe for each policy."
-        raise WindfallError("runs with several policies are not supported yet", where="policies", fix=fix)

@@ -128,8 +128,8 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
 ]
 PURE_MAY_IMPORT = {
     "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "contextlib", "dataclasses", "datetime",
-    "enum", "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "blake3", "pydantic", "xxhash", "zlib",
+    "enum", "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics",
+    "typing", "blake3", "pydantic", "xxhash", "zlib",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console as Terminal
 from rich.text import Text
 
-from windfall.controller.cost.bill import Account, Totals, priced
+from windfall.controller.cost.bill import Account, Holder, Totals, priced
 from windfall.events.log import Event
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
@@ -118,7 +118,7 @@ def test_dollars_of_policies_add_up_to_the_bill(
     for policy, name, trainer_s, spot_s, tokens, train_s in story:
         base = "judge" if policy == "judge" else "solver"
         trainer = priced({"paused": trainer_s}, 36.0, 0)
-        holders = {
+        holders: dict[Holder, Account] = {
             "trainer": trainer, "spot": priced({"generating": spot_s}, 3.6, sum(tokens.values()), tokens),
             "traffic": Account(usd={"traffic": spot_s / 100}),
         }  # fmt: skip

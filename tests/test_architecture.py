@@ -97,11 +97,13 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "run/gpu_assignment.py",
     "run/views/long_responses.py",
     "run/views/moved_weights.py",
+    "run/views/policy_costs.py",
     "controller/cost/prices.py",
     "controller/cost/bill.py",
     "controller/cost/accounts.py",
     "controller/cost/activity.py",
     "page/history.py",
+    "page/policy_series.py",
     "page/timeline.py",
     "link/env_messages.py",
     "link/messages.py",
@@ -125,9 +127,9 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "plan/search/planner.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "dataclasses", "datetime", "enum",
-    "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics", "typing",
-    "blake3", "pydantic", "xxhash", "zlib",
+    "__future__", "abc", "array", "ast", "base64", "bisect", "collections", "contextlib", "dataclasses", "datetime",
+    "enum", "functools", "heapq", "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "statistics",
+    "typing", "blake3", "pydantic", "xxhash", "zlib",
 }  # fmt: skip
 LIGHT = [
     "run.cli",

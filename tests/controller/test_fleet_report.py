@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 
 from windfall.controller.cost.bill import Gathering, Totals
 from windfall.controller.fleet_report import FleetReport, read_history
+from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.local_time import StepMeasurement
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
+from windfall.controller.scheduling.worker_value import WorkerAdvice
 from windfall.events.log import Clock, EventLog
 from windfall.link.messages import Capacity, Stats
 from windfall.recipe.file import parse_recipe
@@ -28,6 +33,46 @@ SHOWN = {
     "bound": 2, "counts": [5, 4], "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41,
     "train_wait_s": 1.2,
 }  # fmt: skip
+
+
+ADAPTER = {"lora": {"rank": 4}}
+MEASURED = StepMeasurement(
+    tokens=1000,
+    local_s=0.0,
+    local_tokens=0,
+    train_s=5.0,
+    train_wait_s=1.0,
+    remote_wait_s=0.0,
+    remote_s=5.0,
+    workers=1.0,
+)
+
+
+class Advised(Advisor):
+    """Keeps the steps that it gets."""
+
+    got: list[StepMeasurement]
+
+    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, WorkerAdvice]:
+        self.got = [*getattr(self, "got", []), last]
+        return {}
+
+
+@contextmanager
+def several(folder: Path, policies: dict[str, Any]) -> Iterator[FleetReport]:
+    events = EventLog(folder / "events.jsonl")
+    recipe = parse_recipe({"policies": policies, "rollout": {"staleness": 2}}, where="here")
+    versions = [PolicyVersions(name, base, 2) for base, names in recipe.bases().items() for name in names]
+    dispatch = Dispatch(events=events, versions=versions)
+    yield FleetReport(recipe, dispatch, events, Advised)
+    events.close()
+
+
+def advised(fleet: FleetReport, story: list[tuple[str, StepMeasurement]]) -> list[StepMeasurement]:
+    for n, (policy, last) in enumerate(story):
+        fleet.counters(last, 10.0 + n, STEP, policy)
+    assert isinstance(fleet._advisor, Advised)
+    return fleet._advisor.got
 
 
 @contextmanager
@@ -156,3 +201,47 @@ def test_snapshot_has_what_lenders_reported(tmp_path: Path) -> None:
         member.slots, member.capacity = 8, Capacity(slots=3, state="pressure", use=0.5, lent=0.1, slack_s=0.2)
         reported = {"in_use": False, "slots": 3, "state": "pressure", "use": 0.5, "lent": 0.1, "slack_s": 0.2}
         assert written(fleet)["workers"][0]["lender"] == reported
+
+
+def test_snapshot_has_every_policy(tmp_path: Path) -> None:
+    with several(tmp_path, {"solver": ADAPTER, "verifier": ADAPTER, "old": {"frozen": True}}) as fleet:
+        fleet._dispatch.versions["verifier"].advance(Offer(version=4, digest="d"))
+        fleet._dispatch.members.join("a", Lease(), 0.0, base="solver", policies=("solver", "verifier", "old"))
+        fleet.counters(None, 1.0, {**STEP, "train_wait_s": 2.5}, "verifier")
+        shown = json.loads(json.dumps(fleet.snapshot(steps={"solver": 3, "verifier": 4}, now_s=1.0, ended=None)))
+    policies = shown["policies"]
+    assert [(name, p["step"], p["version"]) for name, p in policies.items()] == [
+        ("solver", 3, None), ("verifier", 4, 4), ("old", None, None),
+    ]  # fmt: skip
+    assert policies["verifier"]["staleness"] == SHOWN | {"train_wait_s": 2.5}
+    assert policies["verifier"]["train_wait_s"] == 2.5
+    assert policies["solver"]["staleness"] is None
+    assert (shown["step"], shown["staleness"]) == (3, None), "those of the lead"
+    (worker,) = shown["workers"]
+    assert (worker["base"], worker["versions"]) == ("solver", {"solver": -1, "verifier": -1, "old": -1})
+
+
+def test_advice_follows_from_the_trainer_that_waits_least(tmp_path: Path) -> None:
+    """Two policies of full weights. The verifier's trainer is busy, so more workers would only wait."""
+    busy, waits = replace(MEASURED, train_s=9.0), replace(MEASURED, train_wait_s=6.0, tokens=500)
+    with several(tmp_path, {"solver": {}, "verifier": {}}) as fleet:
+        got = advised(fleet, [("solver", waits), ("verifier", busy), ("solver", waits), ("solver", waits)] * 2)
+    first, *later = got
+    assert first.train_wait_s == 6.0, "nothing is known of the verifier yet"
+    assert [m.train_s for m in later] == [9.0, 9.0]
+    assert [m.tokens for m in later] == [1500, 2500], "those of both policies since its last step"
+
+
+def test_advice_follows_the_others_when_a_policy_is_done(tmp_path: Path) -> None:
+    waits = replace(MEASURED, train_wait_s=6.0)
+    with several(tmp_path, {"solver": {}, "verifier": {}}) as fleet:
+        fleet.counters(MEASURED, 1.0, STEP, "solver", done=True)
+        assert [m.train_wait_s for m in advised(fleet, [("verifier", waits)] * 2)] == [1.0, 6.0, 6.0]
+
+
+def test_trainer_of_two_policies_does_not_wait_while_it_trains_the_other(tmp_path: Path) -> None:
+    """Adapters on one base: each waits for as long as the other is trained, and the trainer hardly waits."""
+    each = replace(MEASURED, train_s=5.0, train_wait_s=6.0)
+    with several(tmp_path, {"solver": ADAPTER, "verifier": ADAPTER}) as fleet:
+        got = advised(fleet, [("solver", each), ("verifier", each)] * 4)
+    assert {(m.train_s, m.train_wait_s, m.tokens) for m in got[1:]} == {(10.0, 1.0, 2000)}

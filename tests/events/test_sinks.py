@@ -47,9 +47,10 @@ def test_a_tool_gets_every_number_and_the_dollars(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", [sink])
     bill = {"holders": {"spot": {"usd": {"generating": 0.5, "lost": 0.25}}}}
     log.scalar("step", step=3, reward=0.5, text="word", ok=True, bill=bill)
+    log.bind(policy="solver").scalar("step", step=2, reward=0.25)
     log.instant("worker_lost", s=3.0)
     sink.close()
-    assert tool.got == [("step", {"reward": 0.5, "usd": 0.75}, 3)]
+    assert tool.got == [("step", {"reward": 0.5, "usd": 0.75}, 3), ("step/solver", {"reward": 0.25}, 2)]
     assert tool.closed
 
 

@@ -240,3 +240,22 @@ def test_pictures_of_a_real_run(page: Any) -> None:
         page.wait_for_timeout(500)
         page.screenshot(path=out / f"page-{name}.png")
     html.unlink()
+
+
+def test_every_policy_has_lines_cards_and_dollars(page: Any, tmp_path: Path) -> None:
+    names = ("solver", "verifier")
+    log = [{**e, "bases": {"solver": names}} if e["name"] == "start" else e for e in small_log(4)]
+    mine = ("step", "train", "trainer_ready")
+    log = [new for e in log for new in ([{**e, "policy": p} for p in names] if e["name"] in mine else [e])]
+    segment = {**sample(1), "role": "verifier"}
+    url = written(tmp_path, log, [sample(1, role="solver", more=[segment])])
+    page.goto(url + "#now")
+    page.get_by_text("reward, verifier").wait_for()
+    legends = page.locator(".u-legend").all_inner_texts()
+    assert ["verifier" in text for text in legends] == [True, False], "all policies have the throughput in common"
+    page.goto(url + "#money")
+    page.get_by_text("By policy").wait_for()
+    page.goto(url + "#compare")
+    page.get_by_text("case, verifier (killed)").wait_for()
+    page.goto(url + "#responses")
+    page.get_by_text("segment 2: verifier").wait_for()

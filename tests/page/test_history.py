@@ -201,3 +201,42 @@ def test_a_day_of_many_workers_is_small(tmp_path: Path) -> None:
     assert len(history.timeline.rows) == 11
     assert len(encoded) < 11 * 4 * 4 * 2 * 60 + 300_000
     assert history.full()["start_t"] == START_T
+
+
+def of_policies(*names: str) -> list[dict[str, Any]]:
+    """The small log with steps of several policies that share a trainer."""
+    events = [{**e, "bases": {names[0]: names}} if e["name"] == "start" else e for e in small_log(3)]
+    mine = ("step", "train", "trainer_ready")
+    return [new for e in events for new in ([{**e, "policy": p} for p in names] if e["name"] in mine else [e])]
+
+
+def test_every_policy_has_its_series_its_row_and_its_dollars() -> None:
+    events = of_policies("solver", "verifier")
+    events.append(event(40, "scalar", "eval", policy="verifier", step=3, reward=0.5))
+    history = built(events)
+    assert list(history.policies) == ["solver", "verifier"]
+    assert [p.columns["step"] for p in history.policies.values()] == [[1, 2, 3]] * 2
+    assert [len(p.evals) for p in history.policies.values()] == [0, 1]
+    assert {"trainer solver", "trainer verifier"} < set(history.timeline.rows)
+    money = history.money()
+    assert sum(money["policies"].values()) == pytest.approx(money["usd"])
+    columns = [p.columns["usd"] for p in history.policies.values()]
+    assert sum(x or 0.0 for column in columns for x in column) < money["usd"], "the last bill is shared by both"
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["controller", "trainer"])
+def test_policies_continue_after_a_new_controller_and_a_new_trainer(lost: bool) -> None:
+    events = of_policies("solver", "verifier")
+    if lost:
+        events.append(event(50, "instant", "trainer_lost", policy="verifier", step=3, why="killed"))
+    resumed = ("verifier",) if lost else ("solver", "verifier")
+    for n, policy in enumerate(resumed):
+        events.append(event(60 + n, "instant", "resumed", policy=policy, step=2))
+        events.append(event(60 + n, "instant", "trainer_ready", policy=policy, step=2, pid=2))
+    history = built(events)
+    assert [p.columns["step"][-1] for p in history.policies.values()] == [3 if lost else 2, 2]
+    rows = history.timeline.rows
+    assert (STATES[rows["w1"].state] == "absent") is not lost, (
+        "workers go on without a trainer, and not without a controller"
+    )
+    assert all(STATES[rows[f"trainer {p}"].state] == "waiting" for p in ("solver", "verifier"))

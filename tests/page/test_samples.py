@@ -109,3 +109,12 @@ def test_the_page_contains_no_markup_of_the_run() -> None:
     assert "<script>alert" not in text
     assert text.count("</script>") == 2
     text.encode()
+
+
+def test_every_role_has_its_tokenizer_and_its_reward() -> None:
+    solver = replace(response("1/0", ("a", 2), tokens=2), role="solver", rewards=(("solver", 1.0), ("verifier", 0.0)))
+    both = replace(solver, more=(replace(solver, id="1/0+1", role="verifier", rewards=()),), reward=None)
+    line = describe(SampledResponse(TASK, both), 7, 1.0, lambda role: lambda ids: role[0] * len(ids))
+    assert (line["role"], line["tokens"]) == ("solver", ["s", "s"])
+    assert [(m["role"], m["tokens"]) for m in line["more"]] == [("verifier", ["v", "v"])]
+    assert (line["reward"], line["scores"][-2:]) == (0.5, [["solver", 1.0], ["verifier", 0.0]])

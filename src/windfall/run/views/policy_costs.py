@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from windfall.controller.cost.bill import Totals
-from windfall.events.log import Event
+
+Event = dict[str, Any]
 
 ONE_POLICY: Mapping[str, Sequence[str]] = {"": ("",)}
 

@@ -90,7 +90,9 @@ def finish(folder: Path, kill_after: int | None, *changes: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "changes", [(), ("policies.verifier={}", "fleet.workers=2")], ids=["adapters of one base", "two bases"]
+    "changes",
+    [(), ("policies.verifier={}", "fleet.workers=2"), ("rollout.replay=0.5", "rollout.select=greso")],
+    ids=["adapters of one base", "two bases", "replay and selected prompts"],
 )
 def test_kill_of_a_trainer_changes_no_policy(tmp_path: Path, changes: tuple[str, ...]) -> None:
     plain, killed = finish(tmp_path / "a", None, *changes), finish(tmp_path / "b", 5, *changes)

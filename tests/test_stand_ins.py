@@ -32,12 +32,12 @@ def lines(run: Path) -> list[str]:
 
 
 class Interrupted:
-    """A rollout that records the errors it was interrupted with."""
+    """Groups that record the errors they were interrupted with."""
 
     def __init__(self) -> None:
-        self.by: list[BaseException | None] = []
+        self.by: list[BaseException] = []
 
-    def interrupt(self, error: BaseException | None = None) -> None:
+    def interrupt(self, error: BaseException) -> None:
         self.by.append(error)
 
 
@@ -48,16 +48,16 @@ def dead() -> int:
     return child.pid
 
 
-def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -> None:
+def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, groups: Any) -> None:
     """A trainer connects, and its link ends at once."""
 
     async def story() -> None:
         monkeypatch.setattr(controls, "TRAINER_HEARTBEAT_S", 0.01)
         control = controls.ControllerProcess(Recipe(), run, EventLog(run / "events.jsonl"), False)
-        control.life.rollout = rollout
+        control.life.lead.groups = groups
         ours, theirs = pair()
         await theirs.close("killed")
-        hello: Any = SimpleNamespace(facts={"pid": pid}, weights=None)
+        hello: Any = SimpleNamespace(facts={"pid": pid}, weights=None, policy="")
         await control._attend_trainer(ours, hello)
 
     asyncio.run(asyncio.wait_for(story(), 240))
@@ -67,9 +67,9 @@ def test_rollout_of_a_lost_trainers_version_ends_when_the_next_one_connects(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No worker can pull that version any more: waiting for one that has it could take forever."""
-    rollout = Interrupted()
-    attend(run, dead(), monkeypatch, rollout)
-    assert [type(e) for e in rollout.by] == [TrainerLost]
+    groups = Interrupted()
+    attend(run, dead(), monkeypatch, groups)
+    assert [type(e) for e in groups.by] == [TrainerLost]
 
 
 def test_first_trainer_interrupts_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ import msgspec
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Patience
+from windfall.controller.scheduling.versions import Offer
 from windfall.events.log import EventLog
 from windfall.link import handshake
 from windfall.link import messages as m
@@ -104,7 +104,7 @@ async def in_process(
             d.ledger.open(episode(f"{w}/{r}"))
         names = {}
         for r in range(each):
-            d.ledger.queue.popleft()
+            d.ledger.queues[""].popleft()
             names[d.ledger.assign(f"{w}/{r}", member.id, 0).handle] = f"{w}/{r}"
         if d.journal is not None:
             d.journal.write_assigned(names)

@@ -25,21 +25,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import xxhash
 
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import Offer
 from windfall.engine.base import Engine
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Request, Sampling
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 
 SIGMA, SIBLINGS = 0.7, 8
@@ -116,23 +115,11 @@ class Pretender(Engine):
         return out
 
 
-class NoWeights:
+class NoWeights(WeightPuller):
     """A puller for an engine that has no weights."""
 
-    reads = False
-    bytes_received = 0
-
-    def pull(self, load: m.Load, ask: Any, *, stop: Any) -> PulledFiles:
-        made: Any = SimpleNamespace(version=load.version, digest=load.digest, base="")
-        return PulledFiles(manifest=made)
-
-    def reroute(self, routed: m.Routed) -> None: ...
-
-    def tensors(self) -> dict[str, Any]:
-        return {}
-
-    def base_tensors(self) -> dict[str, Any]:
-        return {}
+    def pull(self, load: m.Load, ask: Any = None, *, stop: Any = None) -> PulledWeights:
+        return PulledWeights(digest=load.digest, tensors={})
 
 
 async def worker(url: str, name: str, tally: Path) -> int:
@@ -221,7 +208,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
             while len(finished) < len(open_):
                 await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s)
                 names = [n for n in fleet.here if d.ledger.running(n)]
-                if names and d.ledger.queue:  # only while responses are queued
+                if names and d.ledger.queued:  # only while responses are queued
                     await _kill(rng.choice(names), fleet, d, open_, out)
     finally:
         watching.cancel()

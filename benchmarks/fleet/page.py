@@ -96,7 +96,7 @@ async def measure_intake(folder: Path, workers: int, hours: float, viewers: int,
         names = {}
         for r in range(20):
             d.ledger.open(intake.episode(f"{w}/{r}"))
-            d.ledger.queue.popleft()
+            d.ledger.queues[""].popleft()
             names[d.ledger.assign(f"{w}/{r}", member.id, 0).handle] = f"{w}/{r}"
         assert d.journal is not None
         d.journal.write_assigned(names)

@@ -246,7 +246,7 @@ def controller(pipe: Connection, readers: int, peers: bool, region: str) -> None
             while len(times) < readers and not watching.done():
                 await asyncio.sleep(0.002)
                 for id, member in members.items():
-                    if member.state is WorkerState.READY and member.digest == told.digest:
+                    if member.state is WorkerState.READY and member.first.digest == told.digest:
                         times.setdefault(id, time.monotonic() - began)
             pipe.send(sorted(times.values()))
 

@@ -124,7 +124,8 @@ class Rollout:
                             parameter.fill_(1.0)
                 ready.loaded = True
             began_s = time.monotonic()
-            self.tenant._orders.put(functools.partial(self.tenant._in_thread, ready.activate, seed, finished))
+            copied = functools.partial(self.tenant._copied, seed, "", finished)
+            self.tenant._orders.put(functools.partial(self.tenant._in_thread, ready.activate, copied))
         if not done.wait(WAIT_S):
             raise SystemExit("the weights were not activated")
         copied_s = time.monotonic() - began_s

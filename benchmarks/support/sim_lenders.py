@@ -220,7 +220,7 @@ class SimLender(SimWorker):
 
     def dial(self) -> None:
         super().dial()
-        if isinstance(self.link, SimLink) and self._held[0] >= 0:
+        if isinstance(self.link, SimLink) and self._held:
             self._report()
 
     def _start_steps(self, from_now: bool = True) -> None:

@@ -6,7 +6,8 @@ time between its links and end when the controller gives it up for the last time
 
 Two kinds of time are not billed. If a controller is killed and the next one never sees a worker, it is that worker's
 time since the last bill. If a worker is given up and never comes back, it is its time after that. The trainer is
-checked only if it has an engine and is therefore a worker.
+checked only if it has an engine and is therefore a worker; with several policies, each is billed for no more than the
+time of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from windfall.controller.cost.bill import Holder, Totals
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 
+TOLERANCE_USD = 1e-6
 TOLERANCE_S = 1e-4
 """Times in a log are exact to less than a microsecond, but many of them are summed."""
 
@@ -47,10 +49,34 @@ def check(
         for holder, s in _seconds_of_controller(own_events, before_s, last_s, starts, trainer_starts):
             expected[holder] += s
     billed = sum((bill for _, bill in bills), Totals())
+    last_s = max((m for m, _ in bills), default=0.0)
+    for base, trainer_s in ((base, account.total_s) for base, account in billed.trainers.items()):
+        if trainer_s > last_s + TOLERANCE_S:
+            raise InvariantBroken("bill", f"the trainer of {base!r} is billed for {trainer_s:.6f} s of {last_s:.6f} s")
     for holder, s in expected.items():
         billed_s = billed.holders[holder].total_s if holder in billed.holders else 0.0
         if s and abs(billed_s - s) > TOLERANCE_S + 1e-7 * s:
             raise InvariantBroken("bill", f"{holder}: {billed_s:.6f} s are billed, but {s:.6f} s elapsed")
+
+
+def check_policies(bill: dict[str, Any], bases: Mapping[str, Sequence[str]]) -> None:
+    """The dollars of the policies add up to the bill, every token is of one policy, and every second of a trainer is of
+    one base."""
+    if "" in bases:
+        return
+    totals = msgspec.convert(bill, Totals)
+    if unknown := totals.trainers.keys() - bases.keys():
+        raise InvariantBroken("bill", f"trainers are billed for {sorted(unknown)}, which are no bases")
+    usd = totals.usd_of(bases, {})
+    if abs(sum(usd.values()) - totals.all.total_usd) > TOLERANCE_USD:
+        raise InvariantBroken("bill", f"the policies pay {usd}, but the bill is ${totals.all.total_usd:.6f}")
+    for holder, account in totals.holders.items():
+        if sum(account.tokens_of.values()) != account.tokens:
+            raise InvariantBroken("bill", f"{holder}: {account.tokens} tokens, but by policy {account.tokens_of}")
+    trainer_s = totals.holders["trainer"].total_s if "trainer" in totals.holders else 0.0
+    by_base = {base: account.total_s for base, account in totals.trainers.items()}
+    if abs(sum(by_base.values()) - trainer_s) > TOLERANCE_S:
+        raise InvariantBroken("bill", f"trainers are billed for {trainer_s:.6f} s, but by base for {by_base}")
 
 
 def _seconds_of_controller(

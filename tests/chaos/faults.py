@@ -22,8 +22,8 @@
     reject        a worker rejects its next assignment for lack of room; another machine replaces it after `s`
     reward        the next `n` rewards fail once
     stall         everything stands still for `s`; afterward all timers are late
-    trainer_cut   the trainer's link breaks
-    trainer       the trainer's process is killed, and `local` with it
+    trainer_cut   the link of a policy's trainer breaks
+    trainer       a trainer's process is killed, with all policies on its base, and `local` with it
     controller    the controller's process is killed
 
 Faults come in bursts, with time to recover in between. Without pauses a fleet would make no progress, and the trial
@@ -65,7 +65,7 @@ class Fault:
     at_s: float
     kind: FaultKind
     target: float
-    """From 0 to 1: selects one of the current workers."""
+    """From 0 to 1: selects one of the current workers, or of the trainers."""
     s: float
     """Duration in seconds."""
     n: int

@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from tests.chaos.faults import Fault, FaultKind
-from tests.support.restarts import RestartingSimulation, lose_controller
+from tests.support.restarts import RestartingSimulation, RestartingTrainer, lose_controller
 from tests.support.virtual_loop import CheckedLoop
 from windfall.events.log import Event
 from windfall.link import messages as m
@@ -63,10 +63,13 @@ class LinkFaults:
 class FaultyLink(SimLink):
     def __init__(self, injector: FaultInjector, peer: str, deliver: Any, on_closed: Any, latency_s: float) -> None:
         super().__init__(peer, deliver, on_closed, latency_s)
-        self.loaded: tuple[int, str] | None = None
-        """The last version and digest that the worker reported as loaded on this link."""
-        self.hangs_since_s: float | None = None
-        """When the worker's pull began to hang (loop time, seconds)."""
+        self.loaded: dict[str, tuple[int, str]] = {}
+        """By policy: the last version and digest that the worker reported as loaded on this link."""
+        self.hangs: str | None = None
+        self.hangs_since_s = 0.0
+        """The policy whose pull hangs, and since when (loop time, seconds)."""
+        self._behind: dict[str, m.Load] = {}
+        """By policy: the load that waits until the one that hangs is replaced."""
         self._injector = injector
         self._faults = injector.link_faults(peer)
 
@@ -77,17 +80,22 @@ class FaultyLink(SimLink):
         faults = self._faults
         if isinstance(message, m.Load):
             if why := self._load_error(message):
-                self.send_to_controller(m.LoadFailed(version=message.version, why=why))
+                self.send_to_controller(m.LoadFailed(version=message.version, why=why, policy=message.policy))
+                return
+            if self.hangs not in (None, message.policy):
+                self._behind[message.policy] = message
                 return
             if faults.pending["hang"]:
                 faults.pending["hang"] = 0
-                self.hangs_since_s = self._loop.time()
+                self.hangs, self.hangs_since_s = message.policy, self._loop.time()
                 return
-            self.hangs_since_s = None
+            self.hangs = None
+            for load in (self._behind.pop(policy) for policy in list(self._behind)):
+                await super().send(load)
         if isinstance(message, m.Assign):
             controller = self._injector.simulation.controller_starts
             for work in message.work:
-                self._injector.responses[controller, work.handle] = id_token_of(work.seed)
+                self._injector.responses[controller, work.handle] = id_token_of(work.seed), work.policy
             if faults.pending["reject"]:
                 faults.pending["reject"] -= 1
                 for work in message.work:
@@ -101,7 +109,7 @@ class FaultyLink(SimLink):
         self._injector.messages += 1
         self._count_message()
         if isinstance(message, m.Loaded):
-            self.loaded = (message.version, message.digest)
+            self.loaded[message.policy] = (message.version, message.digest)
         if not isinstance(message, m.Tokens):
             super().send_to_controller(message)
             return
@@ -118,7 +126,8 @@ class FaultyLink(SimLink):
             message = msgspec.structs.replace(message, tokens=message.tokens[:-4])
         elif faults.pending["stale"]:
             faults.pending["stale"] -= 1
-            message = msgspec.structs.replace(message, version=message.version + 1)
+            versions = {policy: version + 1 for policy, version in message.versions.items()}
+            message = msgspec.structs.replace(message, version=message.version + 1, versions=versions)
         elif faults.pending["hole"] and not message.finished:  # the loss of a last frame would go unnoticed
             faults.pending["hole"] -= 1
             return
@@ -131,16 +140,16 @@ class FaultyLink(SimLink):
         """Record which weights generated these tokens."""
         counts, injector = frame.counts or (1,) * len(frame.handles), self._injector
         for handle, position, count in zip(frame.handles, frame.positions, counts, strict=True):
-            id_token = injector.responses.get((injector.simulation.controller_starts, handle), -1)
+            id_token, policy = injector.response(handle)
             for n in range(position, position + count):
-                injector.generated.setdefault((id_token, n), set()).add(self.loaded or (-1, ""))
+                injector.generated.setdefault((id_token, n), set()).add(self.loaded.get(policy, (-1, "")))
 
     def _distinct(self, frame: m.Tokens) -> m.Tokens:
         """The frame with a token of its own in every position instead of fillers, so that it can be checked."""
         tokens, injector, n = array("I", frame.tokens), self._injector, 0
         counts = frame.counts or (1,) * len(frame.handles)
         for handle, position, count in zip(frame.handles, frame.positions, counts, strict=True):
-            id_token = injector.responses.get((injector.simulation.controller_starts, handle), -1)
+            id_token, _ = injector.response(handle)
             for at in range(position, position + count):
                 tokens[n] = distinct_token(id_token, at) if tokens[n] == FILLER else tokens[n]
                 n += 1
@@ -151,7 +160,8 @@ class FaultyLink(SimLink):
         if self._faults.pending["refuse"]:
             self._faults.pending["refuse"] -= 1
             return "a chunk's checksum is wrong"
-        return "" if load.digest in self._injector.simulation.trainer.published else "no source has this version"
+        published = self._injector.simulation.trainers[load.policy].published
+        return "" if load.digest in published else "no source has this version"
 
     def _count_message(self) -> None:
         """Break the link if this is the message that a `cut` fault waits for."""
@@ -175,6 +185,9 @@ class FlakyEnv:
 
     def task(self, index: int) -> Task:
         return self._env.task(index)
+
+    def reward(self, task: str, role: str, response: str) -> float:
+        return self._env.reward(task, role, response)
 
     def missing(self, id_token: int) -> bool:
         return uniform(f"{self._seed}/missing/{id_token}") < MISSING_REWARDS
@@ -204,13 +217,15 @@ class FaultInjector:
         self._faults = faults
         self._left = count
         self._stalled_s = 0.0
-        self._steps_after = 2 * simulation.scenario.recipe.rollout.staleness
-        """Number of steps to complete after the step in which the last fault strikes. With staleness, these train on
-        most of what was open at that time."""
+        recipe = simulation.scenario.recipe
+        trained = filter(recipe.is_trained, recipe.names())
+        self._steps_after = {name: 2 * recipe.of(name).rollout.staleness for name in trained}
+        """By policy: number of steps to complete after the step in which the last fault strikes. With staleness, these
+        train on most of what was open at that time."""
         self.stall_ended_s = 0.0
         """End of the last stall (loop time, seconds)."""
-        self.responses: dict[tuple[int, int], int] = {}
-        """By controller and handle: the first token of the response, which identifies it."""
+        self.responses: dict[tuple[int, int], tuple[int, str]] = {}
+        """By controller and handle: the first token of the response, which identifies it, and its policy."""
         self.generated: dict[tuple[int, int], set[tuple[int, str]]] = {}
         """By first token of a response and position: versions and digests of the weights that generated the token.
         There may be several, because a token may be lost and generated again."""
@@ -218,20 +233,29 @@ class FaultInjector:
         """Pending link faults by node."""
         self._fleet = simulation.fleet
         self._loop = cast(CheckedLoop, asyncio.get_running_loop())
-        self.env = simulation.env = FlakyEnv(simulation.env, simulation.scenario.recipe.run.seed)
+        self.env = simulation.env = FlakyEnv(simulation.env, recipe.run.seed)
         self._fleet.make_link = partial(FaultyLink, self)
+        simulation.on_hello = self._on_hello
         if count:
             self._schedule_next()
             self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
 
+    def _on_hello(self, link: FaultyLink, hello: m.Hello) -> None:
+        """A worker with several policies may get work of those that it says it holds, once one of them is loaded."""
+        link.loaded |= {policy: held for policy, held in hello.held.items() if policy}
+
     def link_faults(self, peer: str) -> LinkFaults:
         return self._link_faults.setdefault(peer.partition(".")[0], LinkFaults())
+
+    def response(self, handle: int) -> tuple[int, str]:
+        """The first token and the policy of a response of the current controller; (-1, "") if it is unknown."""
+        return self.responses.get((self.simulation.controller_starts, handle), (-1, ""))
 
     def on_event(self, event: Event) -> None:
         """Stop the run when enough steps are complete after the last fault."""
         if not self._left and self.done and (event["kind"], event["name"]) == ("scalar", "step"):
-            self._steps_after -= 1
-            if self._steps_after < 0:
+            self._steps_after[event.get("policy", "")] -= 1
+            if max(self._steps_after.values()) < 0:
                 self.simulation.stop()
 
     def _schedule_next(self) -> None:
@@ -254,9 +278,9 @@ class FaultInjector:
                 self.simulation.kill_controller()
                 return not was_down
             case "trainer":
-                self.simulation.trainer.kill()
+                self._trainer(fault).kill()
             case "trainer_cut":
-                self.simulation.trainer.cut("the network failed")
+                self._trainer(fault).cut("the network failed")
             case "stall":
                 self._loop.stall(fault.s)
                 self._stalled_s += fault.s
@@ -264,14 +288,19 @@ class FaultInjector:
             case "reward":
                 self.env.failing += fault.n
             case "bucket_gone" | "bucket_liar":
-                bucket = self._fleet.net.stores.get(self.simulation.scenario.recipe.weights.bucket)
-                if bucket is None:
+                stores = self._trainer(fault).base.stores
+                if len(stores) < 2:
                     return False
+                bucket = stores[1]
                 bucket.fail("unreachable" if fault.kind == "bucket_gone" else "wrong")
                 self._loop.call_later(fault.s, bucket.fail, "")
             case _:
                 return self._apply_to_worker(fault)
         return True
+
+    def _trainer(self, fault: Fault) -> RestartingTrainer:
+        trainers = list(self.simulation.trainers.values())
+        return trainers[int(fault.target * len(trainers))]
 
     def _apply_to_worker(self, fault: Fault) -> bool:
         workers = [(node, w) for node, w in self._fleet.workers.items() if not w.finished]

@@ -26,11 +26,11 @@ FAULTS = 500
 SEEDS_PER_TEST = 3
 
 
-def run_trials(first: int, count: int, faults: int, folder: Path) -> list[TrialResult]:
+def run_trials(first: int, count: int, faults: int, folder: Path, policies: int = 1) -> list[TrialResult]:
     done = []
     for seed in range(first, first + count):
-        done.append(trial(seed, faults=faults, folder=folder))
-        command_line = f"python -m tests.chaos --seed {seed} --seeds 1 --faults {faults}"
+        done.append(trial(seed, faults=faults, folder=folder, policies=policies))
+        command_line = f"python -m tests.chaos --seed {seed} --seeds 1 --faults {faults} --policies {policies}"
         assert done[-1].broken is None, f"{command_line}: {done[-1].broken}"
     return done
 
@@ -43,16 +43,25 @@ def test_no_invariant_breaks(first: int, tmp_path: Path) -> None:
     assert set(sum((o.faults for o in done), Counter[str]())) == set(KINDS)
 
 
-@pytest.mark.parametrize(("seed", "faults"), [(667, 120), (707, 120)])
-def test_seed_that_once_broke_an_invariant(seed: int, faults: int, tmp_path: Path) -> None:
-    run_trials(seed, 1, faults, tmp_path)
+@pytest.mark.parametrize(("seed", "policies"), [(0, 2), (1, 2), (1, 3)])
+def test_no_invariant_breaks_with_several_policies(seed: int, policies: int, tmp_path: Path) -> None:
+    """Seed 0: synchronous, on two bases. Seed 1: asynchronous, on one."""
+    (done,) = run_trials(seed, 1, FAULTS // 4, tmp_path, policies)
+    assert done.faults.total() == FAULTS // 4
+    assert done.steps >= policies
+    assert done.controllers + done.trainers > 2, "nothing was restarted"
+
+
+@pytest.mark.parametrize(("seed", "faults", "policies"), [(667, 120, 1), (707, 120, 1), (39, 40, 2)])
+def test_seed_that_once_broke_an_invariant(seed: int, faults: int, policies: int, tmp_path: Path) -> None:
+    run_trials(seed, 1, faults, tmp_path, policies)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(1000, 1600, 100))
-def test_no_invariant_breaks_with_more_seeds(first: int, tmp_path: Path) -> None:
-    run_trials(first, 100, FAULTS, tmp_path)
+@pytest.mark.parametrize(("first", "policies"), [*((n, 1) for n in range(1000, 1600, 100)), (1600, 2), (1700, 3)])
+def test_no_invariant_breaks_with_more_seeds(first: int, policies: int, tmp_path: Path) -> None:
+    run_trials(first, 100, FAULTS, tmp_path, policies)
 
 
 @pytest.mark.slow

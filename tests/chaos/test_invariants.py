@@ -15,14 +15,19 @@ import pytest
 
 from tests.chaos.trial import trial
 from windfall import training
+from windfall.controller import assembly
+from windfall.controller.assembly import ControllerLife
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
+from windfall.controller.generation import PolicyGroups
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.ledger import Ledger
+from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout import grading
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.loading import Loading
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.rollout.weight_routes import WeightRoutes
@@ -31,22 +36,25 @@ from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.members import Members, WorkerState
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.training import TrainerLost
+from windfall.types import Response
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
-MUTANTS: dict[str, tuple[Mutant, set[str], int]] = {}
+MUTANTS: dict[str, tuple[Mutant, set[str], int, int]] = {}
 
 
-def breaks(*invariants: str, seed: int = 0) -> Callable[[Mutant], Mutant]:
-    """Register a mutant that breaks one of these invariants. `seed` is tried first because it is known to detect it."""
+def breaks(*invariants: str, seed: int = 0, policies: int = 1) -> Callable[[Mutant], Mutant]:
+    """Register a mutant that breaks one of these invariants in a run with this number of policies. `seed` is tried
+    first because it is known to detect it."""
 
     def register(mutant: Mutant) -> Mutant:
-        MUTANTS[mutant.__name__] = (mutant, set(invariants), seed)
+        MUTANTS[mutant.__name__] = (mutant, set(invariants), seed, policies)
         return mutant
 
     return register
@@ -121,12 +129,12 @@ def same_version_number_counts_as_same_weights(patch: Patch) -> None:
     patch.setattr(VersionWindow, "allows", lambda self, version, digest: version in self.digests)
 
 
-@breaks("again", seed=1)
+@breaks("again", "journal", seed=1)
 def journal_is_not_flushed(patch: Patch) -> None:
     patch.setattr(Journal, "flush", lambda self: None)
 
 
-@breaks("again")
+@breaks("again", "journal")
 def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
     real = journal_format.read_journal
 
@@ -140,13 +148,13 @@ def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
     patch.setattr(journal_format, "read_journal", read)
 
 
-@breaks("again", "batch", seed=5)
+@breaks("again", "batch", "journal", seed=5)
 def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
     """This includes what the journal has of later steps from before a fallback."""
     real = Journal.rotate
 
-    def rotate(self: Journal, step: int, running: dict[int, str]) -> None:
-        real(self, step, running)
+    def rotate(self: Journal, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
         for path in self.folder.glob("*.wal"):
             if path != self._path:
                 path.unlink()
@@ -176,7 +184,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
 @breaks("batch", "version", "bound", "lost", "window", seed=7)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
-    real, interrupt = RemoteTrainer._ask, Rollout.interrupt
+    real, interrupt = RemoteTrainer._ask, PolicyGroups.interrupt
 
     async def ask(self: RemoteTrainer, message: object, expected: type[Any]) -> Any:
         while True:
@@ -187,7 +195,10 @@ def reconnected_trainer_continues_its_step(patch: Patch) -> None:
                 return await real(self, message, expected)
 
     patch.setattr(RemoteTrainer, "_ask", ask)
-    patch.setattr(Rollout, "interrupt", lambda self, error=None: error or interrupt(self))
+    patch.setattr(
+        PolicyGroups, "interrupt", lambda self, error: isinstance(error, TrainerLost) or interrupt(self, error)
+    )
+    patch.setattr(Evaluation, "interrupt", lambda self, error: None)
 
 
 @breaks("missing")
@@ -228,7 +239,7 @@ def pages_are_never_released(patch: Patch) -> None:
     patch.setattr(Placement, "done_with", lambda self, group, size: None)
 
 
-@breaks("level", seed=26)
+@breaks("level", seed=12)
 def late_move_is_never_dropped(patch: Patch) -> None:
     """The response ended on its old worker before it could move."""
     real = Placement.done_with
@@ -400,10 +411,10 @@ def frame_may_claim_any_version_of_the_window(patch: Patch) -> None:
     patch.setattr(Ledger, "accept", lambda self, worker, frame, loaded=None: real(self, worker, frame))
 
 
-@breaks("again", seed=1)
+@breaks("again", "journal", seed=1)
 def journal_does_not_name_responses_that_run_during_a_checkpoint(patch: Patch) -> None:
     real = Journal.rotate
-    patch.setattr(Journal, "rotate", lambda self, step, running: real(self, step, {}))
+    patch.setattr(Journal, "rotate", lambda self, step, running, policies, **tasks: real(self, step, {}, {}, **tasks))
 
 
 @breaks("level")
@@ -415,12 +426,81 @@ def gate_admits_two_more_batches(patch: Patch) -> None:
     patch.setattr(Admission, "capacity", property(capacity))
 
 
+# Several policies.
+
+
+@breaks("policy", policies=2)
+def policy_is_trained_on_whole_responses(patch: Patch) -> None:
+    def of(self: Response, policy: str) -> tuple[Response, ...]:
+        return tuple(self._of_role(role) for role in dict.fromkeys(segment.role for segment in self.segments))
+
+    patch.setattr(Response, "of", of)
+
+
+@breaks("twice", seed=18, policies=2)
+def task_that_one_policy_needs_again_is_trained_on_by_all(patch: Patch) -> None:
+    real = TaskGate.finish
+
+    def finish(self: TaskGate, group: Any, informative: Any) -> Any:
+        for a in self.admissions.values():
+            if not a.is_held(group.index) and group.index not in a.taken:
+                a._open[group.index] = a.version
+                a._held[a.version] += 1
+        return real(self, group, informative)
+
+    patch.setattr(TaskGate, "finish", finish)
+
+
+@breaks("bound", seed=1, policies=2)
+def lags_are_those_of_the_policy_that_is_ahead(patch: Patch) -> None:
+    real = Loop._credit
+
+    def credit(self: Loop, groups: Any) -> Any:
+        own, policies = self.state, self._run._life.policies  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = max((policy.state for policy in policies.values()), key=lambda state: state.step)
+        try:
+            return real(self, groups)
+        finally:
+            self.state = own
+
+    patch.setattr(Loop, "_credit", credit)
+
+
+@breaks("version", "window", seed=6, policies=2)
+def worker_that_has_loaded_one_policy_gets_work_of_all(patch: Patch) -> None:
+    def routable(self: Members, versions: PolicyVersions) -> list[Any]:
+        return [m for m in self.here() if m.state is WorkerState.READY and versions.name in m.held and not m.suspect]
+
+    patch.setattr(Members, "routable", routable)
+
+
+@breaks("journal", policies=2)
+def checkpoint_of_one_policy_removes_what_the_other_needs(patch: Patch) -> None:
+    patch.setattr(assembly, "_lowest_task", lambda states: max(min((*s.open_tasks, s.next_task)) for s in states))
+
+
+@breaks("base", policies=2)
+def worker_is_asked_for_policies_of_another_base(patch: Patch) -> None:
+    patch.setattr(Dispatch, "_policies_for", lambda self, hello, base: tuple(self.versions))
+
+
+@breaks("bill", policies=2)
+def tokens_are_not_billed_by_policy(patch: Patch) -> None:
+    real = Accounts.frame
+    patch.setattr(Accounts, "frame", lambda self, now_s, worker, tokens, of=None: real(self, now_s, worker, tokens))
+
+
+@breaks("bill", seed=1, policies=2)
+def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
+    patch.setattr(ControllerLife, "_base_of", lambda self, policy: policy)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_broken_product_is_detected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant, invariants, first = MUTANTS[name]
+    mutant, invariants, first, policies = MUTANTS[name]
     mutant(monkeypatch)
     for seed in [first, *range(SEEDS)]:
-        outcome = trial(seed, faults=FAULTS, folder=tmp_path)
+        outcome = trial(seed, faults=FAULTS, folder=tmp_path, policies=policies)
         if outcome.broken is not None:
             assert outcome.broken.invariant in invariants, f"seed {seed}: {outcome.broken}"
             assert outcome.last_events

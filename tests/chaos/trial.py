@@ -8,6 +8,9 @@ A trial is a small run and its faults, both drawn from one seed. Every invariant
 With staleness 0, the steps of the run are compared with those of the same run without faults. With a higher staleness,
 batches depend on the timing, so only the rules of asynchronous training are checked (staleness_invariants.py).
 
+With several policies, all of them speak in every session: adapters on one base, full weights on bases of their own, or
+both. Each of them has a batch size of its own, and with a higher staleness its own bound. The third may be frozen.
+
 The same seed gives the same event log, byte for byte.
 """
 
@@ -18,7 +21,7 @@ import json
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,13 +51,17 @@ LAST_EVENTS = 12
 """Number of events shown with a broken invariant."""
 STEPS = 100_000
 """More steps than any trial completes: a trial is stopped after its last fault."""
-COMPARED_FIELDS = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut", "made", "trained")
+COMPARED_FIELDS = ("reward", "responses", "groups", "drawn", "mean_length", "cut", "trained")
 """Fields of a step event that must not depend on faults."""
+ALONE_FIELDS = ("missing", "made")
+"""The same with one policy. With several, these cover the time since the last step of any of them."""
+NAMES = ("solver", "verifier", "critic")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
     seed: int
+    policies: int
     faults: Counter[str]
     """Injected faults by kind."""
     checks: int
@@ -70,19 +77,21 @@ class TrialResult:
     """The last events before the invariant broke."""
 
 
-def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None:
-    """Stop at the first broken invariant. `out`: folder for the event logs."""
+def main(*, seeds: int, seed: int, faults: int, policies: Sequence[int] = (1,), out: Path | None = None) -> None:
+    """Stop at the first broken invariant. `policies`: numbers of policies, used in turn. `out`: folder for the event
+    logs."""
     began, done = time.perf_counter(), list[TrialResult]()
     with output_folder(out) as folder, redirect_stderr(io.StringIO()):  # injected faults print their tracebacks
         for n in range(seed, seed + seeds):
-            done.append(trial(n, faults=faults, folder=folder))
+            done.append(trial(n, faults=faults, folder=folder, policies=policies[n % len(policies)]))
             if done[-1].broken is not None:
                 break
     print("\n".join(summary(done)))
     last = done[-1]
     if last.broken is not None:
         print("\n".join(["the last events:", *last.last_events]))
-        again = f"python -m tests.chaos --seed {last.seed} --seeds 1 --faults {faults} --out chaos"
+        several = f" --policies {last.policies}" if last.policies > 1 else ""
+        again = f"python -m tests.chaos --seed {last.seed} --seeds 1 --faults {faults}{several} --out chaos"
         raise WindfallError(f"seed {last.seed}: {last.broken}", where="tests.chaos", fix=f"Replay it: {again}")
     print(f"passed: no invariant was broken in {_count(len(done), 'run')} ({time.perf_counter() - began:.1f} s)")
 
@@ -103,11 +112,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _pick(seed: int, name: str, *choices: Any) -> Any:
+def _pick(seed: int | str, name: str, *choices: Any) -> Any:
     return choices[int(uniform(f"{seed}/recipe/{name}") * len(choices))]
 
 
-def recipe(seed: int) -> Recipe:
+def recipe(seed: int, policies: int = 1) -> Recipe:
     """A small run. Its shape, algorithm, techniques and delays depend on the seed."""
 
     pick = partial(_pick, seed)
@@ -141,7 +150,31 @@ def recipe(seed: int) -> Recipe:
             "worker": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4},
         },
     }  # fmt: skip
+    if policies > 1:
+        _add_policies(sections, seed, NAMES[:policies])
     return parse_recipe(sections, where=f"chaos, seed {seed}")
+
+
+def _add_policies(sections: dict[str, Any], seed: int, names: Sequence[str]) -> None:
+    bases = _pick(seed, "bases", "adapters", "adapters", "full", "mixed")
+    staleness, script = sections["rollout"]["staleness"], [[name, 1.0] for name in names]
+    sections["policies"], sections["fleet"]["local"], sections["sim"]["turns"] = {}, False, 1.0
+    for n, name in enumerate(names):
+        pick = partial(_pick, f"{seed}/{name}")
+        parts = sections["train"]["minibatches"]
+        rollout = {"groups": parts * pick("groups", 1, 2, 3)}
+        if staleness:
+            rollout["staleness"] = pick("staleness", 1, 2, staleness)
+        if n == 2 and pick("frozen", False, False, True):
+            sections["policies"][name] = {"frozen": True}
+            continue
+        full = bases == "full" or (bases == "mixed" and n == 0)
+        sections["policies"][name] = {
+            "rollout": rollout, "algorithm": pick("algorithm", "", "", "dapo"), "eval": {"tasks": pick("eval", 0, 3)},
+            **({} if full else {"lora": {"rank": 4}}),
+        }  # fmt: skip
+    more = [[role, 0.5] for role in _pick(seed, "script", (), (names[0],), (f"{names[0]}:again",))]
+    sections["sim"]["script"] = script + more
 
 
 def lenders(seed: int) -> Lenders | None:
@@ -157,21 +190,22 @@ def lenders(seed: int) -> Lenders | None:
     )  # fmt: skip
 
 
-def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
-    small_run = recipe(seed)
+def trial(seed: int, *, faults: int, folder: Path, policies: int = 1) -> TrialResult:
+    small_run = recipe(seed, policies)
     disturbed = _ChaosRun(small_run, draw(seed), faults, folder / f"{seed}.jsonl")
     broken = disturbed.run()
     if broken is None:
-        calm_log = None if small_run.rollout.staleness else folder / f"{seed}.calm.jsonl"
+        calm_log = None if is_asynchronous(small_run) else folder / f"{seed}.calm.jsonl"
         broken = _check_ended(small_run, disturbed, calm_log)
     simulation, invariants = disturbed.simulation, disturbed.invariants
     return TrialResult(
         seed=seed,
+        policies=policies,
         faults=disturbed.injector.done,
         checks=invariants.checks,
         steps=len(invariants.batches),
         controllers=simulation.controller_starts,
-        trainers=simulation.trainer.starts,
+        trainers=sum(simulation.trainers[base].starts for base in small_run.bases()) - len(small_run.bases()) + 1,
         virtual_s=disturbed.end_s,
         broken=broken,
         last_events=tuple(json.dumps(e)[:300] for e in disturbed.last_events) if broken else (),
@@ -181,27 +215,34 @@ def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
 def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None) -> InvariantBroken | None:
     """Check what can be checked only when the run has ended. `calm_log`: if given, also run the same recipe without
     faults, write its events to this log, and compare every step."""
-    steps = max(disturbed.invariants.batches, default=0)
-    if not steps:
-        return InvariantBroken("progress", "the run completed no step")
+    batches = disturbed.invariants.batches
+    trained = filter(small_run.is_trained, small_run.names())
+    steps = {name: max((step for of, step in batches if of == name), default=0) for name in trained}
+    if not all(steps.values()):
+        return InvariantBroken("progress", f"steps completed: {steps}")
     try:
         disturbed.check_ended()
         if calm_log is None:
             return None
-        calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": steps}}), iter(()), 0, calm_log)
+        calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": max(steps.values())}}), iter(()), 0, calm_log)
         if broken := calm.run():
             return broken
         calm.check_ended()
-        for step in range(1, steps + 1):
-            compare(step, calm.invariants.batches[step], disturbed.invariants.batches[step])
-            event = disturbed.invariants.step_events.get(step)
-            for name in COMPARED_FIELDS if event else ():  # no event: the controller was killed before it wrote one
-                a, b = calm.invariants.step_events[step][name], event[name]
+        for policy, step in sorted(batches):
+            compare(policy, step, calm.invariants.batches[policy, step], batches[policy, step])
+            event = disturbed.invariants.step_events.get((policy, step))
+            fields = COMPARED_FIELDS if policy else COMPARED_FIELDS + ALONE_FIELDS
+            for name in fields if event else ():  # no event: the controller was killed before it wrote one
+                a, b = calm.invariants.step_events[policy, step][name], event[name]
                 if a != b and not (isinstance(a, float) and abs(a - b) < 1e-9):
                     raise InvariantBroken("batch", f"step {step}: {name} is {b}, but {a} without faults")
     except InvariantBroken as e:
         return e
     return None
+
+
+def is_asynchronous(recipe: Recipe) -> bool:
+    return any(recipe.of(name).rollout.staleness for name in recipe.names())
 
 
 class ChaosLoop(CheckedLoop):
@@ -252,7 +293,8 @@ class _ChaosRun:
     def _start(self, simulation: RestartingSimulation) -> None:
         self.simulation = simulation
         seed = self._recipe.run.seed
-        simulation.trainer.down_s = _pick(seed, "trainer", 0.5, 2.0)
+        for trainer in simulation.trainers.values():
+            trainer.down_s = _pick(seed, "trainer", 0.5, 2.0)
         simulation.controller_down_s = _pick(seed, "controller", 0.2, 1.0)
         self.injector = FaultInjector(simulation, self._faults, self._count)
         self.invariants = Invariants(self.injector)

@@ -25,7 +25,7 @@ from windfall.events.log import EventLog
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, NewVersion, Report, Sample, TrainerLost
-from windfall.types import Group, Response, Task
+from windfall.types import Group, Response, Sampling, Task
 
 START = CheckpointState(step=0, next_task=0)
 
@@ -133,7 +133,7 @@ class Trainer:
         )  # fmt: skip
         return self.state
 
-    def offer(self, published: NewVersion) -> None:
+    async def offer(self, published: NewVersion) -> None:
         self.world.versions[self.name] = published.version
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None:
@@ -159,6 +159,7 @@ class World:
 
     def __init__(self, recipe: Recipe, folder: Path, asked: Sequence[str] | None = None) -> None:
         self.recipe, self.folder = recipe, folder
+        self.policy_options = {name: recipe.of(name).rollout for name in recipe.names()}
         self.asked = tuple(asked or recipe.names())
         """The roles that the environment asks for."""
         self.history: dict[str, Any] = {}
@@ -193,6 +194,9 @@ class World:
 
     def stream(self, *, on_group: Any, **_: Any) -> Any:
         return Stream(self, on_group)
+
+    def sampling(self, policy: str) -> Sampling:
+        return self.policy_options[policy].sampling()
 
     async def groups(self, tasks: range, *, scope: str, counted: bool, **_: Any) -> Any:
         assert not counted

@@ -270,7 +270,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
         if another:  # the first trainer's weights and step are no longer valid
             with pytest.raises(TrainerLost):
                 connecting.result()
-            assert it.dispatch.offer is None
+            assert it.dispatch.lead.offer is None
         else:
             assert connecting.result() == CheckpointState(step=3, next_task=6)
             assert rollout.history == {}

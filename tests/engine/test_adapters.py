@@ -169,6 +169,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, kind: str)
 
 @pytest.mark.parametrize("plain", ["llama"], indirect=True)
 @ENGINES
+def test_policies_of_another_base_take_the_place_of_the_first(model: Any, kind: str) -> None:
+    """A worker that switches to a base of the same shape keeps its engine. Its responses were canceled."""
+    other, adapter = copy.deepcopy(model), random_adapter(model, 5)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(-0.7)
+    e = with_adapters(kind, copy.deepcopy(model), three(model))
+    request = asked(["solver"], 1)[0]
+    e.add(request)
+    with pytest.raises(WindfallError, match="built for 3 policies"):
+        e.swap(1, given(other, adapter), policy="judge")
+    e.cancel(request.id)
+    with pytest.raises(WindfallError, match="built for 3 policies"):
+        e.swap(1, given(model, adapter, loaded=True), policy="judge")
+    e.swap(1, given(other, adapter), policy="judge")
+    e.swap(2, given(other, {}, loaded=True), policy="reference")
+    assert e.versions == {"judge": 1, "reference": 2}
+    wanted = asked(["judge", "reference"], 4)
+    made = drain(e, wanted)
+    for r in wanted:
+        oracle = merged(other, adapter) if r.policy == "judge" else other
+        assert tokens(made[r.id]) == tokens(drain(MAKE[kind](oracle, **HOW), [replace(r, policy="")])[r.id])
+
+
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
+@ENGINES
 def test_engine_without_adapters_holds_one_policy(model: Any, kind: str) -> None:
     e = MAKE[kind](copy.deepcopy(model), **HOW)
     adapter = random_adapter(model, 1)

@@ -299,16 +299,14 @@ def test_frame_has_the_version_of_every_policy() -> None:
         Chunk(id=str(n), position=n, tokens=(5,), logprobs=(-0.5,), version=version) for n, version in ((1, 4), (2, 7))
     ]
     frame = tokens_frame(chunks, {1: "solver", 2: "verifier", 3: "reference"})
-    assert (frame.versions, frame.version_of("solver"), frame.version_of("reference")) == (
-        {"solver": 4, "verifier": 7}, 4, None,
-    )  # fmt: skip
+    assert frame.by_policy == {"solver": 4, "verifier": 7}
     alone = tokens_frame(chunks[:1])
-    assert (alone.version, alone.versions) == (4, {})
+    assert (alone.version, alone.versions, alone.by_policy) == (4, {}, {"": 4})
 
 
 def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped(rig: Rig) -> None:
     errors: list[BaseException | None] = []
-    rig.engine.swap = Swaps()
+    rig.engine.swap, rig.engine.versions = Swaps(), {"solver": 0, "verifier": 0}
     rig.host.swap(1, None, errors.append, policy="solver")
     rig.host.swap(1, {"breaks": 1}, errors.append, policy="verifier")
     rig.host.swap(2, None, errors.append, policy="solver")
@@ -317,6 +315,17 @@ def test_failed_swap_of_one_policy_stops_the_engine_until_that_policy_is_swapped
     assert [type(e) for e in errors] == [type(None), RuntimeError, type(None)]
     assert not rig.engine.stepping.is_set()
     rig.host.swap(1, None, errors.append, policy="verifier")
+    rig.step()
+
+
+def test_policy_that_takes_the_place_of_a_half_loaded_one_is_generated(rig: Rig) -> None:
+    errors: list[BaseException | None] = []
+    rig.engine.swap, rig.engine.versions = Swaps(), {"solver": 0}
+    rig.host.swap(1, {"breaks": 1}, errors.append, policy="solver")
+    rig.done()
+    rig.engine.versions = {"verifier": 1}
+    rig.host.swap(1, None, errors.append, policy="verifier")
+    rig.host.add([work(1)])
     rig.step()
 
 

@@ -90,7 +90,7 @@ class Process:
         weights = TrainerWeights(lambda: self.agent.manifest)
 
         def pull(load: m.Load, give_up: Any) -> PulledWeights:
-            return PulledWeights(digest=weights.pull(load).manifest.digest, tensors=None)
+            return weights.pull(load)
 
         self.session = WorkerLink(theirs, self.host, pull, heartbeat_s=0.05, stalled_s=2.0)
         self.made: list[Token] = []

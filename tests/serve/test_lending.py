@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.lenders import (
     Lending,
-    Weights,
     episode,
     expected,
     lending,
@@ -243,7 +242,7 @@ def test_a_link_that_does_not_move_does_not_stop_serving() -> None:
 
             tenant.attach(hold)
             await until(lambda: tenant.built and s.host.rollout is tenant, "the tenant is there")
-            tenant.swap(0, Weights().tensors(), lambda error: None)
+            tenant.swap(0, rollout_model().state_dict(), lambda error: None)
             tenant.add([work(n) for n in range(4)])
 
             def blocked() -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.serving import TEMPLATE, TOKENIZER, run, serving
 from windfall.controller.gateway.protocol import ApiError
+from windfall.controller.gateway.voice import Voice
 from windfall.models.chat import Chat
 from windfall.serve import request_fields
 from windfall.serve.request_fields import read as check
@@ -154,11 +155,12 @@ def test_openais_client_gets_what_it_asks_for_or_an_error() -> None:
     run(main)
 
 
-def test_parallel_tool_calls_can_be_switched_off() -> None:
+def test_parallel_tool_calls_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Voice.decode
+    monkeypatch.setattr(Voice, "decode", lambda self, ids: CALLS + CALLS if len(ids) > 1 else decode(self, ids))
+
     async def main() -> None:
         async with serving() as s:
-            decode = s.api._decode
-            s.api._decode = lambda ids: CALLS + CALLS if len(ids) > 1 else decode(ids)
             ask: dict[str, Any] = {"messages": [{"role": "user", "content": "3+4="}], "tools": [ADD], "max_tokens": 4}
             for parallel, count in ((None, 2), (True, 2), (False, 1)):
                 body = {**ask, "parallel_tool_calls": parallel, "ignore_eos": True}
@@ -179,7 +181,8 @@ def test_tools_that_the_model_would_not_see_are_refused() -> None:
         async with serving() as s:
             ask = {"messages": [{"role": "user", "content": "3+4="}], "tools": [ADD], "max_tokens": 1}
             assert (await s.post("/v1/chat/completions", ask))[0] == 200
-            s.api._chat = Chat(TOKENIZER, s.api._stop, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+            without_tools = "{% for m in messages %}{{ m.content }}{% endfor %}"
+            s.api.voices[""].chat = Chat(TOKENIZER, s.api.voices[""].stop, template=without_tools)
             status, refused = await s.post("/v1/chat/completions", {**ask, "n": 2})
             assert (status, refused["error"]["param"]) == (400, "tools")
             assert (await s.post("/v1/chat/completions", {**ask, "tool_choice": "none"}))[0] == 200
@@ -190,9 +193,8 @@ def test_tools_that_the_model_would_not_see_are_refused() -> None:
 def test_variables_of_the_chat_template() -> None:
     async def main() -> None:
         async with serving() as s:
-            stop = s.api._stop
             template = TEMPLATE + "{% if thinking is defined and not thinking %}no{% endif %}"
-            s.api._chat = Chat(TOKENIZER, stop, template=template)
+            s.api.voices[""].chat = Chat(TOKENIZER, s.api.voices[""].stop, template=template)
             ask = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 1, "return_token_ids": True}
             _, plain = await s.post("/v1/chat/completions", ask)
             _, other = await s.post("/v1/chat/completions", {**ask, "chat_template_kwargs": {"thinking": False}})

@@ -20,9 +20,9 @@ from windfall.controller.gateway.agents import AgentRuns
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
+from windfall.controller.scheduling.versions import Offer
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.envs.hosting import Numbered
 from windfall.envs.in_process import InProcess

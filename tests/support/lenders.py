@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,7 +25,7 @@ from windfall.models.attention import NAME
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.types import Request, Sampling
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 
 
 @cache
@@ -50,20 +48,14 @@ def rollout_spec() -> m.EngineSpec:
     return msgspec.structs.replace(spec, checked=(record,))
 
 
-class Weights:
+class Weights(WeightPuller):
     """A stand-in for weights.pull.Puller, with the weights of `rollout_model`."""
 
     reads = True
-    bytes_received = 0
 
-    def pull(self, load: m.Load, ask: Any, *, stop: threading.Event) -> Any:
+    def pull(self, load: m.Load, ask: Any = None, *, stop: Any = None) -> PulledWeights:
         del ask, stop
-        return PulledFiles(manifest=SimpleNamespace(digest=load.digest, base=""))  # type: ignore[arg-type]
-
-    def reroute(self, routed: m.Routed) -> None: ...
-
-    def tensors(self) -> dict[str, Any]:
-        return dict(rollout_model().state_dict())
+        return PulledWeights(digest=load.digest, tensors=dict(rollout_model().state_dict()))
 
 
 class Lending(Server):

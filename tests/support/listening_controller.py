@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.support.hashing_engine import Hashing, said
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Patience, WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
@@ -25,7 +24,7 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Sampling
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 
 TOKEN = "a token of these tests"
@@ -55,7 +54,7 @@ class Slow(Hashing):
         self.weights = self.weights if weights is None else weights.get("w")
 
 
-class Pulling:
+class Pulling(WeightPuller):
     """A stand-in for weights.pull.Puller: weights that it holds are not fetched again."""
 
     reads = True
@@ -63,20 +62,15 @@ class Pulling:
     def __init__(self) -> None:
         self.bytes_received = 0
         self.loads: list[m.Load] = []
-        self._held = SimpleNamespace(digest="", base="")
+        self._held = ""
 
-    def pull(self, load: m.Load, ask: Any, *, stop: threading.Event) -> Any:
+    def pull(self, load: m.Load, ask: Any = None, *, stop: Any = None) -> PulledWeights:
         del ask, stop
         self.loads.append(load)
-        if self._held.digest != load.digest:
-            self.bytes_received += 100
-            self._held = SimpleNamespace(digest=load.digest, base="")
-        return PulledFiles(manifest=self._held)  # type: ignore[arg-type]
-
-    def reroute(self, routed: m.Routed) -> None: ...
-
-    def tensors(self) -> dict[str, Any]:
-        return {"w": self._held.digest}
+        received = 100 * (self._held != load.digest)
+        self.bytes_received += received
+        self._held = load.digest
+        return PulledWeights(digest=load.digest, tensors={"w": load.digest}, bytes=received)
 
 
 class Site:

@@ -4,9 +4,10 @@
           ▲                                                   │
           └── down_s ── killed, or the link closed between two updates of a step: restart from the last checkpoint
 
-When the trainer is killed, `local` dies with it. When its link closes, the current order is completed, but its reply is
-lost: an update counts, and samples accumulated for the next update are dropped. A killed controller loses everything
-that is not on disk; its event log and its journal are. Its links close, and the peers dial again.
+With several policies, those of one base have one process, with a link for each. When the trainer is killed, `local`
+dies with it. When its link closes, the current order is completed, but its reply is lost: an update counts, and samples
+accumulated for the next update are dropped. A killed controller loses everything that is not on disk; its event log and
+its journal are. Its links close, and the peers dial again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.support.sim_lenders import LendingFleet
 from tests.support.freezing import FreezingLender, FreezingWorker
@@ -70,20 +71,23 @@ class RestartingTrainer(LinkedTrainer):
         """Start a process with the weights of the last checkpoint."""
         self.weights, self.published = self.saved, {self.saved.digest}
         self._drop_samples()
-        self._stores[0].fail("")
+        self.base.stores[0].fail("")
         super().start(began_s)
 
     def kill(self, why: str = "killed") -> None:
         """Kill the process. The next one starts after `down_s`."""
-        if self._process is not None:
-            self._process.cancel()
-            self._die(why)
+        for trainer in cast(list[RestartingTrainer], self.base.trainers):
+            trainer._die(why)
 
     def _die(self, why: str) -> None:
+        if self._process is None:
+            return
         loop = asyncio.get_running_loop()
+        if self._process is not asyncio.current_task():
+            self._process.cancel()
         self._process = None
         self.published = set()
-        self._stores[0].fail("unreachable")
+        self.base.stores[0].fail("unreachable")
         self.cut(why)
         self.on_exit()
         loop.call_later(self.down_s, self.start, loop.time())
@@ -94,7 +98,7 @@ class RestartingTrainer(LinkedTrainer):
             if self._completed is not None:
                 self._publish()
             if self._updates:
-                self._die("its weights belong to no version")
+                self.kill("its weights belong to no version")
                 return
             self._drop_samples()
             await asyncio.sleep(REDIAL_S)
@@ -131,6 +135,7 @@ class RestartingSimulation(Simulation):
 
     trainer_class = RestartingTrainer
     trainer: RestartingTrainer
+    trainers: dict[str, RestartingTrainer]
     fleet_class = RestartingFleet
     fleet: RestartingFleet
 
@@ -144,6 +149,8 @@ class RestartingSimulation(Simulation):
         self._stopping = False
         self._killed = asyncio.Event()
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
+        self.on_hello: Callable[[Any, m.Hello], None] = lambda link, hello: None
+        """Called with every worker that dials in."""
         super().__init__(*args, **options)
         self.trainer.on_exit = lambda: self.fleet._kill(LOCAL)
 
@@ -213,6 +220,10 @@ class RestartingSimulation(Simulation):
             await asyncio.sleep(self.controller_down_s)
             self._killed.clear()
             self.life, self.down = self._start_controller(), False
+
+    async def attend(self, link: Any, hello: m.Hello) -> None:
+        self.on_hello(link, hello)
+        await super().attend(link, hello)
 
     async def _answer(self, link: SimLink, attend: Coroutine[Any, Any, None]) -> None:
         if self.down:

@@ -21,11 +21,11 @@ from typing import Any
 from tests.support.hashing_engine import CharacterText, Hashing, MultiTurnEnv
 from tests.support.virtual_loop import StepLoop
 from windfall.controller.ledger.journal import Journal
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.balance import Move
 from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.engine.engine_thread import EngineThread
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog

@@ -246,7 +246,9 @@ class Writers:
             if question.file in routes:
                 puller.reroute(Routed(file=question.file, route=routes[question.file]))
 
-        return puller.pull(self.load(made, puller.held.digest if puller.held else "", urls), ask).manifest
+        puller.pull(self.load(made, puller.held.digest if puller.held else "", urls), ask)
+        assert puller.held is not None
+        return puller.held
 
     def _answer(self, rank: int) -> Any:
         assert self.orders[rank].poll(60), f"rank {rank} does not answer"

@@ -56,7 +56,7 @@ def build(made: Recipe, folder: Path, orders: Orders | None = None) -> tuple[Ran
         adapters = loaded[name].adapters
         setups[name] = PolicySetup(
             micro_tokens=64, checkpoint=found.path if found and trained else None,
-            adapter=adapters.config if adapters else None, frozen=not trained,
+            adapter=adapters.config if adapters else None,
         )  # fmt: skip
     part = RankPart(made, folder, orders, loaded=loaded)
     setup = Setup(model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False,
@@ -162,6 +162,10 @@ def test_copy_follows_its_original_only_when_it_is_published(tmp_path: Path) -> 
     found = published(part, "old")
     assert all(torch.equal(t, wanted[n]) for n, t in found.items())
     assert not all(torch.equal(t, before[n]) for n, t in found.items())
+    part.publish("solver", 3, ORDER)
+    assert part.publish("old", 2, ORDER).version == 3, "the version whose weights it has, whatever was asked for"
+    assert all(torch.equal(t, published(part, "solver")[n]) for n, t in published(part, "old").items())
+    assert part.publish("old", 3, ORDER).version == 3, "there is nothing new"
     part.close()
 
 

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import PolicyVersions
+from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -65,8 +68,10 @@ class Site:
         (folder / "recipe.toml").write_text(RECIPE)
         auth.make_token(folder / "token")
         secret = auth.make_token(folder / "trainer.secret")
-        self.gate = Gate("two", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=secret)
-        self.trainers = {name: RemoteTrainer() for name in NAMES}
+        events, versions = EventLog(folder / "events.jsonl"), [PolicyVersions(name, "solver") for name in NAMES]
+        self.gate = Gate("two", "t" * 20, log=events.instant, max_workers=1, trainer_secret=secret, policies=NAMES)
+        routes = Dispatch(events=events, versions=versions).weights
+        self.trainers = {name: RemoteTrainer(routes, name) for name in NAMES}
         self.links: dict[str, Link] = {}
         route = Route(receives=m.FromTrainer, max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES, handler=self._accept)
         self.port = Port("127.0.0.1", 0, {"/trainer": route}, None)
@@ -181,7 +186,7 @@ async def forgotten(site: Site) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_copy_is_not_newer_than_its_original(tmp_path: Path) -> None:
+def test_copies_of_weights_that_were_lost_are_forgotten(tmp_path: Path) -> None:
     from windfall.recipe.file import load_recipe
     from windfall.trainer.process import _newest
 
@@ -197,3 +202,5 @@ def test_copy_is_not_newer_than_its_original(tmp_path: Path) -> None:
     found = _newest(recipe, tmp_path, "old")
     assert found is not None
     assert found.state.step == 4
+    left = checkpoint.list_checkpoints(found.path.parent)
+    assert [checkpoint.step_of(path) for path in left] == [2, 4], "step 6 will have other weights"

@@ -60,7 +60,9 @@ class Served:
             puller.reroute(Routed(file=question.file, route=route_to(ref)))
 
         load = self.load(made, puller.held.digest if puller.held else "", url=url)
-        return puller.pull(load, ask, **options).manifest
+        puller.pull(load, ask, **options)
+        assert puller.held is not None
+        return puller.held
 
     def puller(self, **options: Any) -> Puller:
         return Puller(**{"key": KEY, "timeout_s": 5.0, **options})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.types import Lease
 from windfall.weights.merged import AdapterPair, merge
+from windfall.weights.pull import LocalCopy
 from windfall.worker.controller_client import ControllerClient
 
 
@@ -40,8 +42,9 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         lambda self, *a, **k: (written.append(names.get(self.data_ptr(), "")), real(self, *a, **k))[1],
     )  # fmt: skip
 
-    def load(version: int, *, fails: bool = False) -> int:
-        """Publish the adapters, and do what a worker does. Returns the bytes that it pulled."""
+    def load(version: int, *, fails: bool = False, refused: bool = False) -> int:
+        """Publish the adapters, and do what a worker does. Returns the bytes that it pulled. `refused`: the engine
+        keeps what it has."""
         with torch.no_grad():
             for layer in adapters.layers.values():
                 layer.lora_B.add_(0.1 * torch.randn(layer.lora_B.shape))
@@ -49,8 +52,9 @@ def test_worker_merges_every_version_and_copies_the_base_once(
         pulled = client._pull(s.load(made, puller.held.digest if puller.held else ""), threading.Event())
         assert pulled.tensors is not None
         written.clear()
-        session.held = {}  # as a session does until the swap is complete
-        if not fails:
+        if not refused:
+            session.held = {}  # as a session does until the swap is complete
+        if not fails and not refused:
             copy_weights(model, version, pulled.tensors)
             session.held = {"": (version, made.digest)}
         return pulled.bytes
@@ -74,7 +78,8 @@ def test_worker_merges_every_version_and_copies_the_base_once(
     load(3, fails=True)
     load(4)  # what the engine holds is not known, so all of it is written
     check(everything)
-    load(5)
+    load(5, refused=True)
+    load(6)
     check(adapted)
 
 
@@ -98,3 +103,34 @@ def test_two_adapters_of_one_base_read_it_once(serving: Callable[..., Any]) -> N
     second.close()
     assert {holding.file.digest for holding in first.files.describe()} == {base, versions[0].digest}
     assert first.base_tensors()
+
+
+def test_pullers_of_one_base_wait_for_each_other(serving: Callable[..., Any]) -> None:
+    """A pull of an earlier link may still run when the next link begins one, or closes its puller."""
+    s = serving()
+    adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj"]), base="", seed=0)
+    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    made = s.publisher.publish(0, adapters.tensors(), base=base, scale=adapters.scale)
+    first = s.puller()
+    second, began, go_on = first.beside(), threading.Event(), threading.Event()
+    read, reading = LocalCopy.begin, list[str]()
+
+    def begin(copy: Any, wanted: Any, **how: Any) -> Any:
+        reading.append(threading.current_thread().name)
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(10)
+            reading.append("end")
+        return read(copy, wanted, **how)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
+        patch.setattr(LocalCopy, "begin", begin)
+        one = threads.submit(s.pull, first, made)
+        assert began.wait(10)
+        two, closed = threads.submit(s.pull, second, made), threads.submit(first.close)
+        assert not wait([two, closed], 0.2).done
+        go_on.set()
+        assert one.result().digest == two.result().digest
+        closed.result()
+    assert len(set(reading[: reading.index("end")])) == 1
+    assert second.base_tensors()

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from tests.support.listening_controller import SPEC, Site, episode, expected, opened
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.processes.process import EXIT_NO_CONTROLLER

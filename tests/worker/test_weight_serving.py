@@ -12,8 +12,8 @@ import torch  # noqa: F401  # before the threads that would import it
 
 from tests.support.listening_controller import TOKEN, Site, opened
 from tests.support.weight_shelves import ServedShelf, some_bytes
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import UNAUTHENTICATED_BYTES

@@ -18,8 +18,9 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Capabilities, Chunk, Lease, Request, Sampling
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
-from windfall.worker.worker_link import PulledWeights, WorkerLink
+from windfall.worker.worker_link import WorkerLink
 
 WAIT_S = 10.0
 
@@ -182,7 +183,7 @@ def test_an_engine_without_slots_keeps_the_policy_that_it_has() -> None:
     asyncio.run(main())
 
 
-class Buffer:
+class Buffer(WeightPuller):
     """Takes the place of a Puller."""
 
     reads, made = True, 0
@@ -190,9 +191,14 @@ class Buffer:
     def __init__(self) -> None:
         self.bytes_received, self.closed = 0, False
         self.rerouted: list[str] = []
+        self.pulled: list[str] = []
 
     def beside(self) -> Buffer:
         return Buffer()
+
+    def pull(self, load: m.Load, ask: Any = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        self.pulled.append(load.digest)
+        return PulledWeights(digest=load.digest, tensors=None, bytes=0)
 
     def close(self) -> None:
         self.closed = True
@@ -232,3 +238,11 @@ def test_routes_go_to_the_puller_of_their_policy(client: Any) -> None:
     for policy in ("b", "unknown"):
         client._reroute(m.Routed(file="f", route=m.ReadRoute(sources=(), parts=()), policy=policy))
     assert [puller.rerouted for puller in client._pullers.values()] == [[], ["f"]]
+
+
+def test_a_load_of_a_policy_that_came_later_gets_a_puller_of_its_own(client: Any) -> None:
+    client._set_policies(("a",))
+    first = client._pullers["a"]
+    client._pull(m.Load(version=1, digest="d", files=(), policy="late"), threading.Event())
+    assert list(client._pullers) == ["a", "late"]
+    assert (first.pulled, client._pullers["late"].pulled) == ([], ["d"])

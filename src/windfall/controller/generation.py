@@ -85,6 +85,8 @@ class PolicyGroups:
         """A step has begun and is not published; the policy has been restored since the controller started."""
         self.held_s = 0.0
         """Seconds since the last step was logged in which admission held generation back."""
+        self._counted = 0.0, 0
+        """When the policy's last step was logged (loop time, seconds), and how many tokens the run had generated."""
         self._error: BaseException | None = None
         self._replaced: list[Group] = []
         """Replaced groups that no batch has counted yet."""
@@ -119,9 +121,19 @@ class PolicyGroups:
     def step_logged(self) -> None:
         """Start counting anew. At once: generation may go on between two steps, with tokens of the next one."""
         self._generation.reset_counters()
+        self.count_from_now()
         self.held_s = 0.0
         if self.selection is not None:
             self.selection.skipped.clear()
+
+    def count_from_now(self) -> None:
+        self._counted = now_s(), self._generation.generated
+
+    def tok_per_s(self, seconds: float) -> float:
+        """Tokens per second of all policies since this policy's last step was logged. In synchronous training, nothing
+        was generated before the step, which took `seconds`."""
+        since_s, before = self._counted
+        return (self._generation.generated - before) / (now_s() - since_s if self.asynchronous else seconds)
 
     def published(self) -> None:
         """The next version exists."""
@@ -233,6 +245,7 @@ class Generation:
         call."""
         self.counted_from_s = 0.0
         """When the counters were reset (loop time, seconds)."""
+        self._generated = 0
         self._size = group_size
         self._stream: Stream | None = None
         self._running: asyncio.Task[None] | None = None
@@ -270,6 +283,8 @@ class Generation:
         self.rollout.forget_history(self.gate.needed)
         if not any(g.in_step for g in groups):
             self.reset_counters()  # what the journal has of open responses is counted as restored
+            for g in groups:
+                g.count_from_now()
         self._expire(self._stream)
         self._admit_unless_between_steps()
 
@@ -277,6 +292,7 @@ class Generation:
         """Withdraw everything that is open. The tokens generated so far stay in the journal."""
         running, self._running, self._stream = self._running, None, None
         if running is not None:
+            await asyncio.sleep(0)  # a task that has not begun would be canceled without withdrawing what is open
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
@@ -329,7 +345,13 @@ class Generation:
         waiting = set(self.gate.waiting())
         return waiting and waiting - {int(id.partition("/")[0]) for id in self.rollout.history if ":" not in id}
 
+    @property
+    def generated(self) -> int:
+        """Tokens of finished responses since the start, without those that the journal had."""
+        return self._generated + self.rollout.sampled_tokens - self.rollout.restored_tokens
+
     def reset_counters(self) -> None:
+        self._generated = self.generated
         self.rollout.reset_counters()
         self.counted_from_s = now_s()
 

@@ -67,8 +67,9 @@ class Run(Protocol):
         stream stands still."""
         ...
 
-    def offer(self, published: NewVersion) -> None:
-        """Assign work with this version from now on."""
+    async def offer(self, published: NewVersion) -> None:
+        """Assign work with this version from now on. Copies of the policy that are due are renewed first, so that it
+        does not depend on chance which one plays against the next tasks."""
         ...
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None:
@@ -201,7 +202,7 @@ class Loop:
         batch.update_s += now_s() - began
         batch.weights_bytes = published.update_bytes
         self.state = state
-        self._run.offer(published)
+        await self._run.offer(published)
         return reports
 
     async def _forward_backward(self, groups: Sequence[Group]) -> float:
@@ -254,7 +255,6 @@ class Loop:
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.groups.admission.staleness)
         tasks |= batch.describe() | self.groups.describe(batch)
-        counted_s = tasks.get("counted_s", took_s)
         self.events.scalar(
             "step",
             step=step,
@@ -267,7 +267,7 @@ class Loop:
             s=took_s,
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
+            tok_per_s=self.groups.tok_per_s(took_s),
             **tasks,
             **describe_updates(reports),
             **self._run.counters(tasks),

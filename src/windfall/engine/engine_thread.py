@@ -148,7 +148,7 @@ class EngineThread:
             self._mixed.add(policy)
             done(e)
         else:
-            self._mixed.discard(policy)
+            self._mixed = (self._mixed - {policy}) & self.engine.versions.keys()  # others may have lost their place
             done(None)
 
     @order

@@ -1,38 +1,14 @@
 """Which policies of one base an engine holds, for engines with adapters. Pure: no tensors are touched.
 
 Each policy has a number, from its first swap on. One without an adapter has a number, too: it may get an adapter later.
+If all numbers are taken, a swap that copies a base gives them away, unless responses are running: the worker
+is for another base now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from windfall.errors import WindfallError
-from windfall.weights.merged import AdapterPair, MergedWeights
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyWeights:
-    """What a swap gives to one policy of an engine with adapters."""
-
-    base: Mapping[str, Any] | None
-    """The weights of the base, if the engine must copy them: this changes all policies."""
-    pairs: Mapping[str, AdapterPair]
-    """The matrices of the adapter by the name of the weight that they change; empty: the policy is the base itself."""
-    scale: float
-
-    @staticmethod
-    def of(weights: Mapping[str, Any]) -> PolicyWeights:
-        if isinstance(weights, MergedWeights):
-            base = None if weights.base_is_loaded else weights.base
-            return PolicyWeights(base=base, pairs=weights.pairs, scale=weights.scale)
-        return PolicyWeights(base=weights, pairs={}, scale=1.0)
-
-    @property
-    def rank(self) -> int:
-        return max((len(pair.a) for pair in self.pairs.values()), default=0)
+from windfall.weights.merged import MergedWeights
 
 
 class HeldPolicies:
@@ -42,13 +18,16 @@ class HeldPolicies:
         self.numbers: dict[str, int] = {}
         self._rank = rank
 
-    def check(self, policy: str, version: int, weights: PolicyWeights | None) -> int:
-        """The number of the policy, after a check that there is room for it and its adapter. Changes nothing."""
-        where = f"version {version} of policy {policy!r}"
-        if policy not in self.numbers and len(self.numbers) >= self.count:
-            held = ", ".join(map(repr, self.numbers))
-            raise WindfallError(f"the engine was built for {self.count} policies, and holds {held}", where=where)
+    def with_policy(self, policy: str, version: int, weights: MergedWeights | None, *, busy: bool) -> dict[str, int]:
+        """The numbers if this policy is swapped in, after a check that there is room for it and its adapter. Changes
+        nothing. `busy`: responses are running."""
+        where, held = f"version {version} of policy {policy!r}", self.numbers
+        if policy not in held and len(held) >= self.count:
+            if weights is None or weights.base_is_loaded or busy:
+                names = ", ".join(map(repr, held))
+                raise WindfallError(f"the engine was built for {self.count} policies, and holds {names}", where=where)
+            held = {}
         if weights is not None and weights.rank > self._rank:
             what = f"the adapter has rank {weights.rank}, and the engine was built for at most {self._rank}"
             raise WindfallError(what, where=where)
-        return self.numbers.get(policy, len(self.numbers))
+        return {policy: len(held), **held}

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
-from windfall.engine.held_policies import HeldPolicies, PolicyWeights
+from windfall.engine.held_policies import HeldPolicies
 from windfall.engine.module_weights import copy_weights
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
-from windfall.weights.merged import AdapterPair
+from windfall.weights.merged import AdapterPair, MergedWeights
 
 if TYPE_CHECKING:
     from typing import Any
@@ -163,16 +163,16 @@ class PagedEngine(Engine):
     def _swap_adapter(
         self, memory: AdapterMemory, version: int, weights: Mapping[str, Tensor] | None, policy: str
     ) -> None:
-        given = None if weights is None else PolicyWeights.of(weights)
-        number = self._policies.check(policy, version, given)
+        given = None if weights is None else MergedWeights.of(weights)
+        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._sequences))
         if given is not None:
             memory.check(given.pairs)
-            if given.base is not None:
+            if not given.base_is_loaded:
                 copy_weights(self.model, version, given.base)
-            memory.hold(number, given.pairs, given.scale)
-        self._policies.numbers[policy] = number
-        self.versions = {**self.versions, policy: version}
-        if given is not None and given.base is not None:
+            memory.hold(numbers[policy], given.pairs, given.scale)
+        self._policies.numbers = numbers
+        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
+        if given is not None and not given.base_is_loaded:
             self._scheduler.restart_all()
         self._scheduler.restart(policy)
 

@@ -291,10 +291,6 @@ class Tokens(Message, frozen=True, tag=11):
         """The versions that generated the tokens, by policy."""
         return self.versions or {"": self.version}
 
-    def version_of(self, policy: str) -> int | None:
-        """The version that generated the tokens of this policy; None if the frame does not say it."""
-        return self.versions.get(policy) if policy else self.version
-
 
 class LoadTimes(Value, frozen=True):
     """Where the time until Loaded was spent. Parts overlap, so their sum exceeds the total. All but the last two belong

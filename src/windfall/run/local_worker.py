@@ -34,7 +34,6 @@ from windfall.trainer.process import RankPart, run_rank
 from windfall.trainer.ranks.ranks import RankLost
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService
 from windfall.types import LOCAL, Lease
-from windfall.weights.pull import Puller
 from windfall.worker.controller_client import ControllerClient
 
 
@@ -80,8 +79,10 @@ class LocalWorker(OwnEngine):
         if part.ranks.distributed:
             spec = msgspec.structs.replace(terms.spec, kv_dtype=self._kv_dtype)
             engine, self._slots = build_engine(spec, device, share=OWN_ENGINE_SHARE)
-            puller = Puller(key=terms.weights_key, ssl=self._ssl(terms)) if part.several_machines else None
-            weights = PublishedWeights(part.policies[""].publisher) if puller is None else PulledCopy(puller)
+            if part.several_machines:
+                weights = PulledCopy(key=terms.weights_key, ssl=self._ssl(terms))
+            else:
+                weights = PublishedWeights(part.policies[""].publisher)
             self._weights = weights
             self.engine = RankEngine(engine, self.turn, engine.model, weights.reading)
         else:

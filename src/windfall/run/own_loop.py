@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,8 +20,8 @@ from typing import Any
 
 from windfall import algorithms, devices
 from windfall.controller.policy import FleetPolicy
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
+from windfall.controller.scheduling.versions import Offer
 from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -39,7 +38,6 @@ from windfall.trainer.derived import derive, fingerprint, spec, text_for
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.service import TrainerService
 from windfall.training import CheckpointState
-from windfall.worker.worker_link import PulledWeights
 
 SECRET = "one process"
 """Both ends of the trainer's link are in this process."""
@@ -132,10 +130,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     shared = TrainerEngine(engine, turn, published=lambda: service.manifest, share_memory=device == "cuda")
     service.engine.engine = shared
     weights = TrainerWeights(lambda: service.manifest)
-
-    def pull(order: m.Load, stop: threading.Event) -> PulledWeights:
-        return PulledWeights(digest=weights.pull(order, stop=stop).manifest.digest, tensors=None)
-
+    pull = lambda order, stop: weights.pull(order, stop=stop)  # noqa: E731
     serving = asyncio.create_task(service.run(), name="trainer")
     try:
         first = await policy.connected(START_S)

@@ -27,7 +27,8 @@ from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
 from windfall.serve.rollout_tenant import RolloutTenant
 from windfall.types import Lease
-from windfall.worker.controller_client import ControllerClient, WeightPuller
+from windfall.weights.pull import WeightPuller
+from windfall.worker.controller_client import ControllerClient
 from windfall.worker.preemption import PreemptionNotice
 
 RETRY_S = 10.0

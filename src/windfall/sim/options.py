@@ -41,12 +41,10 @@ def sim(
         event_log.main([Path(w) for w in what[1:]])
         return
     from windfall.recipe.file import load_recipe
-    from windfall.recipe.policies import refuse_several
     from windfall.sim.report import compare as variants
 
     if len(what) > 1:
         fix = "Simulate one recipe at a time."
         raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
     recipe = load_recipe(Path(what[0]), set)
-    refuse_several(recipe.policies)
     variants.main(recipe, seeds=seeds, names=compare, out=out)

@@ -9,6 +9,7 @@ from pydantic import Field
 from windfall.recipe.section_base import Count, FilePath, Section
 
 NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimKind(Section):
@@ -42,6 +43,22 @@ class SimRegion(Section):
     """Latency between this region and each other one in seconds. Between two regions, the higher counts."""
 
 
+class SimPolicy(Section):
+    """What differs for one policy of a recipe with [policies], in a table such as [sim.policies.verifier]. The other
+    values are those of [sim]."""
+
+    trainer: dict[str, float] = Field(default={})
+    """Keys of `sim.trainer` that differ for the trainer of this policy."""
+    worker: dict[str, float] = Field(default={})
+    """Keys of `sim.worker` that differ for workers that have this policy. Policies on one base have the same ones."""
+    median_tokens: float | None = Field(default=None, gt=0)
+    """Median length of what the policy says at a time, in tokens. If left out: `sim.median_tokens`."""
+    sigma: float | None = Field(default=None, ge=0)
+    """Standard deviation of the logarithm of that length. If left out: `sim.sigma`."""
+    prompt_tokens: Count | None = None
+    """Tokens of the prompt with which a conversation of the policy begins. If left out: `sim.prompt_tokens`."""
+
+
 class Sim(Section):
     """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
@@ -66,6 +83,8 @@ class Sim(Section):
     """Seconds from the start of a machine until its worker connects."""
     weights_bytes: float = Field(default=16e9, ge=0)
     """Size of a full copy of the weights in bytes."""
+    adapter_bytes: float = Field(default=1e8, ge=0)
+    """Size of one version of a policy that is an adapter, in bytes, with [policies]. Its base is read once."""
     delta_bytes: float = Field(default=0.0, ge=0)
     """Size of the delta between two versions in bytes. 0: there are none, and each version is read as a full copy."""
     egress_bytes_per_s: float = Field(default=25e9, gt=0)
@@ -90,6 +109,14 @@ class Sim(Section):
     turns: float = Field(default=1.0, ge=1)
     """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
     `lengths_file` are those of a turn."""
+    script: list[Annotated[tuple[str, Share], Field(strict=False)]] = Field(default=[])
+    """Who speaks in a response, with [policies]: roles in order, each with the probability that it follows, such as
+    [["solver", 1.0], ["verifier", 1.0], ["solver:again", 0.4]]. A response ends with the first role that does not
+    follow. If empty, every policy speaks once."""
+    policies: dict[str, SimPolicy] = Field(default={})
+    """What differs between policies, each in a [sim.policies.NAME] table."""
+    in_turns: bool = False
+    """Train the policies of all bases in turn, on one machine. If false, each base has a machine of its own."""
     env_s: float = Field(default=1.0, ge=0)
     """Median seconds that the environment works between two turns. Times are log-normal."""
     env_sigma: float = Field(default=0.0, ge=0)

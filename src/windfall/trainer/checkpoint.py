@@ -84,10 +84,10 @@ class VerifiedCheckpoint:
     state: CheckpointState
 
 
-def newest(folder: Path, *, optimizer: bool = True, at_most: int | None = None) -> VerifiedCheckpoint | None:
+def newest(folder: Path, *, optimizer: bool = True) -> VerifiedCheckpoint | None:
     """The newest checkpoint, after its files were verified; None if there is none. `optimizer`: verify the optimizer's
-    state, too. `at_most`: the last step that counts."""
-    found = [path for path in list_checkpoints(folder) if at_most is None or step_of(path) <= at_most]
+    state, too."""
+    found = list_checkpoints(folder)
     if not found:
         return None
     check(found[-1], optimizer=optimizer)
@@ -157,10 +157,21 @@ def save(
         shutil.rmtree(work, ignore_errors=True)  # a partial checkpoint is useless, and the disk may be full
         raise _unwritten(final, e) from e
     for old in list_checkpoints(folder)[:-keep]:
-        removed = folder / f"{_PARTIAL}{old.name}"
-        old.rename(removed)
-        shutil.rmtree(removed)
+        _remove(old)
     return final
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints of later steps."""
+    for path in list_checkpoints(folder):
+        if step_of(path) > step:
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    removed = checkpoint.parent / f"{_PARTIAL}{checkpoint.name}"
+    checkpoint.rename(removed)
+    shutil.rmtree(removed)
 
 
 def no_optimizer(path: Path) -> None:

@@ -27,15 +27,14 @@ from windfall.weights.uploads import BucketUploads
 
 @dataclass(kw_only=True, eq=False)
 class PolicyPart:
-    name: str
     recipe: Recipe
     """The recipe as this policy sees it."""
     weights: TrainedWeights
     trainer: TorchTrainer | None
     """None: this policy is not trained."""
     publisher: Publisher
-    copy_of: str | None = None
-    """The policy that this one is a copy of."""
+    original: PolicyPart | None = None
+    """The policy that this one is a copy of, if it is one."""
     published: m.PublishedFiles = field(init=False)
     """What workers can read."""
     uploads: BucketUploads | None = None
@@ -63,11 +62,6 @@ class PolicyPart:
             version=version, digest=manifest.digest, files=tuple(files.values()), holders=holders, bucket=bucket
         )
         return manifest
-
-    def follow(self, original: PolicyPart) -> None:
-        """Let this copy be as its original is now, once the version that it began with is published."""
-        if self.publisher.current is not None:
-            self.weights.follow(original.weights)
 
     def upload_again(self, files: Collection[str], ranks: Any) -> None:
         """Replace files that are damaged in the bucket, or upload the newest version as a copy instead of them."""

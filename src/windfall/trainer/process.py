@@ -47,7 +47,7 @@ from windfall.trainer.policy_part import PolicyPart
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.service import EngineTerms, NotTrained, OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
@@ -68,8 +68,6 @@ class PolicySetup:
     """The checkpoint to continue from. Ranks on other machines cannot open it."""
     adapter: Any = None
     """The AdapterConfig of its adapters, or None if it has none."""
-    frozen: bool = False
-    """Whether it is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +85,8 @@ class Setup:
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
     """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
-    device = recipe.run.device.partition(":")[0]
-    return devices.resolve(device, recipe.model.dtype, cpu_threads(recipe, place))
-
-
-def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
-    """CPU threads of this rank."""
-    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+    threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
+    return devices.resolve(recipe.run.device.partition(":")[0], recipe.model.dtype, threads)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Orders:
@@ -149,7 +142,7 @@ class RankPart:
         torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
         views = {name: self.recipe.of(name) for name in setup.policies}
         if ranks.distributed:
-            model, found, reference = _shard(views, setup, ranks, self._loaded, reference)
+            model, found, reference = _shard(self.recipe, setup, ranks, self._loaded, reference)
         else:
             found = dict(self._loaded)
             model = next(iter(found.values())).model
@@ -188,8 +181,8 @@ class RankPart:
             read_here=ranks.distributed and view.fleet.local and not self.several_machines,
             beside=next((part.publisher for part in self.policies.values()), None),
         )
-        part = PolicyPart(name=name, recipe=view, weights=weights, trainer=trainer, publisher=publisher)
-        part.copy_of = (self.recipe.policies[name].copy_of if name else "") or None
+        original = self.policies.get(self.recipe.policies[name].copy_of) if name else None
+        part = PolicyPart(recipe=view, weights=weights, trainer=trainer, publisher=publisher, original=original)
         if setup.bucket and self.place.local_rank == 0:
             store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
             part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
@@ -205,15 +198,21 @@ class RankPart:
         return self.place.local_size < self.place.size
 
     def publish(self, policy: str, version: int, order: m.Publish) -> Any:
-        """Publish the present weights of a policy as this version. Returns their manifest."""
+        """Publish the present weights of a policy as this version. Returns their manifest. A copy follows its original
+        while the weights of that belong to a version, from its own first version on. It is published as the version
+        that it has, or not again."""
         part = self.policies[policy]
-        begins = part.publisher.current is None
+        current, original = part.publisher.current, part.original
+        if original is not None and current is not None:
+            version = original.published.version
+            if version == current.version:
+                return current
         for copy in self.policies.values():
-            if copy.copy_of == policy:  # while the weights belong to a version
-                copy.follow(part)
+            if copy.original is part and copy.publisher.current is not None:
+                copy.weights.follow(part.weights)
         manifest = part.publish(version, order, self.ranks, address=self.address, copied=self.engine.release)
-        if begins and part.copy_of is not None:  # it began with an older version; no policy has been updated yet
-            part.follow(self.policies[part.copy_of])
+        if original is not None and current is None:  # no policy has been updated yet
+            part.weights.follow(original.weights)
         return manifest
 
     def upload_again(self, policy: str, files: Collection[str]) -> None:
@@ -240,10 +239,10 @@ MakeEngine = Callable[[RankPart], OwnEngine]
 
 
 def _shard(
-    views: Mapping[str, Recipe], setup: Setup, ranks: Any, loaded: Mapping[str, TrainedWeights], reference: Any
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: Mapping[str, TrainedWeights], reference: Any
 ) -> tuple[Any, dict[str, TrainedWeights], Any]:
     """The module of all ranks, what of it each policy trains, and the reference model of the KL penalty, if any."""
-    first = next(iter(views.values()))
+    first = recipe.of(next(iter(setup.policies)))
     options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": first.train.offload}
     weights: dict[str, TrainedWeights] = {}
 
@@ -251,9 +250,7 @@ def _shard(
         # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
         for name, own in setup.policies.items():
             adapters = trained_weights.attach_empty(model, own.adapter, name) if own.adapter is not None else None
-            weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=own.frozen)
-            if adapters is not None and own.frozen:
-                adapters.freeze()
+            weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=not recipe.is_trained(name))
 
     source = _tensors(next(iter(loaded.values())).model) if loaded else None
     policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
@@ -387,17 +384,16 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
 def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **options: Any) -> TrainerService:
     """The service of a policy. `address`: of the controller when the trainer started."""
     own, policy, orders, folder = loaded.policies[name], part.policies[name], part.orders, part.folder
-    original = policy.copy_of and part.policies[policy.copy_of]
     save = partial(_save, loaded, part, name)
 
     def publish(version: int, order: m.Publish) -> Any:
         manifest = orders.call(part.publish, name, version, order)
-        if original and version:  # nobody else would know again which version the copy is
-            save(CheckpointState(step=version, next_task=0))
+        if policy.original and manifest.version:  # nobody else would know again which version the copy is
+            save(CheckpointState(step=manifest.version, next_task=0))
         return manifest
 
     service = TrainerService(
-        trainer=policy.trainer or NotTrained(name),
+        trainer=policy.trainer,
         state=own.state,
         hello=_hello(loaded, part, name),
         publish=publish,
@@ -406,7 +402,7 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
         save=save,
         load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if loaded.can_load else cannot_load,
         address=lambda: (folders.address(folder) or {}).get("url", address),
-        original=(lambda: original.published.version) if original else None,
+        copies=policy.original is not None,
         **options,
     )
     policy.report = service.tell
@@ -486,13 +482,13 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
 
 
 def _newest(recipe: Recipe, folder: Path, policy: str) -> checkpoint.VerifiedCheckpoint | None:
-    """The checkpoint that a policy continues from. That of a copy is not newer than that of its original."""
+    """The checkpoint that a policy continues from. Checkpoints of a copy that are newer than that of its original are
+    of weights that no longer exist."""
     where = folders.policy_folder(folder, policy) / "checkpoints"
-    original = recipe.policies[policy].copy_of if policy else ""
-    if not original:
-        return checkpoint.newest(where)
-    begins = checkpoint.newest(folders.policy_folder(folder, original) / "checkpoints", optimizer=False)
-    return checkpoint.newest(where, at_most=begins.state.step if begins else 0)
+    if original := recipe.policies[policy].copy_of if policy else "":
+        begins = checkpoint.newest(folders.policy_folder(folder, original) / "checkpoints", optimizer=False)
+        checkpoint.remove_after(where, begins.state.step if begins else 0)
+    return checkpoint.newest(where)
 
 
 def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
@@ -509,7 +505,6 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
                 micro_tokens=each.chosen.micro_tokens,
                 checkpoint=each.checkpoint,
                 adapter=each.weights.adapters.config if each.weights.adapters else None,
-                frozen=not part.recipe.is_trained(name),
             )
             for name, each in loaded.policies.items()
         },

@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,28 +63,6 @@ class Trainer(Protocol):
     def zero_grad(self) -> None: ...
     def forward_backward(self, samples: Sequence[Sample]) -> None: ...
     def optim_step(self) -> Report: ...
-
-
-class NotTrained:
-    """The trainer of a policy that is frozen or a copy of another one."""
-
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
-
-    def zero_grad(self) -> None:
-        """There are no gradients."""
-
-    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
-        raise self._refusal()
-
-    def forward_backward(self, samples: Sequence[Sample]) -> None:
-        raise self._refusal()
-
-    def optim_step(self) -> Report:
-        raise self._refusal()
-
-    def _refusal(self) -> WindfallError:
-        return WindfallError("this policy is not trained", where=f"policies.{self._policy}", fix="Remove frozen.")
 
 
 class OwnEngine:
@@ -145,7 +123,8 @@ class EngineTerms:
 
 @dataclass(kw_only=True)
 class TrainerService:
-    trainer: Trainer
+    trainer: Trainer | None
+    """None: the policy is frozen, or a copy of another one."""
     state: CheckpointState
     publish: Callable[[int, m.Publish], Any]
     """Publishes the trainer's weights as this version, and returns their manifest. The message says which files
@@ -173,8 +152,8 @@ class TrainerService:
     """Replaces files that are damaged in the bucket."""
     load: Callable[[str], CheckpointState] = cannot_load
     """Loads a checkpoint into the module and the optimizer; returns its state."""
-    original: Callable[[], int] | None = None
-    """For a policy that is a copy: returns the published version of its original, which it is published as."""
+    copies: bool = False
+    """The policy is a copy of another one: it can be published at any time, and `publish` knows its version."""
     threads: ThreadPoolExecutor | None = None
     """The one thread that does all tensor work of the process. None: the service has its own."""
     _updates: int = field(default=0, init=False)
@@ -246,7 +225,8 @@ class TrainerService:
                 self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
-                await self.run_in_thread(self.trainer.zero_grad)
+                if self.trainer is not None:
+                    await self.run_in_thread(self.trainer.zero_grad)
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
@@ -305,10 +285,10 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                scored = await self.run_in_thread(self.trainer.forward, list(request.samples), room=True)
+                scored = await self.run_in_thread(self._trained.forward, list(request.samples), room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self.run_in_thread(self.trainer.forward_backward, list(request.samples), room=True)
+                await self.run_in_thread(self._trained.forward_backward, list(request.samples), room=True)
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
@@ -330,22 +310,23 @@ class TrainerService:
         """Publish the weights of the completed step."""
         if self._completed is None and self._early is not None:
             return self._early
-        if self.original is not None and (version := self.original()) != self.state.step:
-            self._completed = CheckpointState(step=version, next_task=0)
-        elif self.original is not None:
-            return self._answer()
+        if self.copies:
+            self._completed = self.state
         if self._completed is None:
             raise LinkClosed("nothing to publish: no step was completed since the last version")
         self._manifest = await self.run_in_thread(self.publish, self._completed.step, order)
-        self.state, self._completed, self._updates = self._completed, None, 0
-        return self._answer()
-
-    def _answer(self) -> m.PublishedVersion:
+        self.state, self._completed, self._updates = replace(self._completed, step=self._manifest.version), None, 0
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
-    def _update(self) -> Any:
+    def _update(self) -> Report:
         self.engine.invalidate()
-        return self.trainer.optim_step()
+        return self._trained.optim_step()
+
+    @property
+    def _trained(self) -> Trainer:
+        if self.trainer is None:
+            raise WindfallError("this policy is not trained", where="policies", fix="Remove frozen or copy_of.")
+        return self.trainer
 
     async def run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         """The result of the work, which is done in the one thread that does all tensor work, in the trainer's turn.

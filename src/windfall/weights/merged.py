@@ -74,11 +74,22 @@ class MergedWeights(Mapping[str, "torch.Tensor"]):
         *,
         base_is_loaded: bool = False,
     ) -> None:
-        """`base_is_loaded`: the engine has the weights of this base that are not adapted, so they are not copied."""
+        """`base_is_loaded`: the engine has the weights of this base that are not adapted, so they are not copied.
+        Without an adapter, the weights are those of the base."""
         self.base = base
         self.scale = scale
         self.base_is_loaded = base_is_loaded
         self.pairs = pairs(adapter, {name: t.shape for name, t in base.items()}, "weights")
+
+    @staticmethod
+    def of(weights: Mapping[str, torch.Tensor]) -> MergedWeights:
+        """These weights, for an engine that holds policies of one base."""
+        return weights if isinstance(weights, MergedWeights) else MergedWeights(weights, {}, 1.0)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of the matrices."""
+        return max((len(pair.a) for pair in self.pairs.values()), default=0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)

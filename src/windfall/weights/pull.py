@@ -23,11 +23,11 @@ import mmap
 import ssl as tls
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,30 +39,62 @@ from windfall.weights.download import Download, read_manifest
 from windfall.weights.file_sources import Ask, FileSources, PullFailed
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, decode
+from windfall.weights.merged import MergedWeights
 from windfall.weights.shared import BufferTensors, SharedTensors
 from windfall.weights.source import connect
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ask", "PullFailed", "PulledFiles", "Puller"]
+__all__ = ["Ask", "PullFailed", "PulledWeights", "Puller", "WeightPuller"]
 WITHDRAW_S = 1.0
 """How long others may go on reading a file before its buffer changes (seconds)."""
 NO_ROUTE = m.ReadRoute(sources=(), parts=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PulledFiles:
-    """What a pull did."""
+class PulledWeights:
+    """What a pull gives to an engine."""
 
-    manifest: Manifest
+    digest: str
+    tensors: Mapping[str, Any] | None = None
+    """The weights, or an adapter with its base (MergedWeights): views that are valid until the puller's next pull. None
+    if the engine already has these weights."""
+    base: str = ""
+    """Digest of the adapter's base."""
+    bytes: int = 0
+    """Bytes that were received for it."""
     used: tuple[m.SourceUse, ...] = ()
     """What came from each source since the last report."""
     apply_s: float = 0.0
     """Seconds that applying deltas took."""
 
 
-class Puller:
+class WeightPuller:
+    """Where a worker's weights of one policy come from: a Puller, or the trainer of this process."""
+
+    reads = False
+    """Whether it reads from sources."""
+    bytes_received = 0
+    """Grows during a pull."""
+
+    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        """Get this version. `ask` asks the controller for other sources: as in FileSources; answers come by `reroute`.
+        `stop` ends the pull at its next read or wait. Raises any error if it fails."""
+        raise NotImplementedError
+
+    def reroute(self, routed: m.Routed) -> None:
+        """Other sources of a file. Any thread may call it."""
+
+    def beside(self) -> WeightPuller:
+        """One more of its kind, for another policy."""
+        raise NotImplementedError("the trainer's own engine holds one policy")
+
+    def close(self) -> None:
+        """Free what is held, apart from the base of adapters: the policy is no longer wanted here."""
+
+
+class Puller(WeightPuller):
     reads = True
 
     def __init__(
@@ -73,10 +105,9 @@ class Puller:
         timeout_s: float = 20.0,
         tries: int = 5,
         ssl: tls.SSLContext | None = None,
-        files: HeldFiles | None = None,
         base: LocalCopy | None = None,
     ) -> None:
-        """`parallel`: connections at the start of a read. `files` and `base`: those of another puller (`beside`)."""
+        """`parallel`: connections at the start of a read. `base`: that of another puller (`beside`)."""
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
@@ -85,47 +116,48 @@ class Puller:
         self.timeout_s = timeout_s
         self.tries = tries
         self.ssl = ssl
-        self.files = files or HeldFiles()
-        self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._weights, self._base = LocalCopy(self.files), base or LocalCopy(self.files)
+        self._base = base or LocalCopy(HeldFiles())
+        self.files = self._base.files
+        self._weights = LocalCopy(self.files)
+        self.delta_used = self.retries = 0
         self._deltas: list[HeldFile] = []  # oldest first
         self._routes: dict[str, m.ReadRoute] = {}
         self._reading: dict[str, FileSources] = {}
         self._used: list[m.SourceUse] = []
-        self._lock = threading.Lock()
 
     @property
     def held(self) -> Manifest | None:
         return self._weights.held
 
     def beside(self) -> Puller:
-        """A puller of another policy in this process. Both have the same files and the same base, so they must not pull
-        at the same time."""
+        """It has the same files and the same base. One waits for the other: a pull of an earlier link may still run."""
         options = {"parallel": self.parallel, "timeout_s": self.timeout_s, "tries": self.tries, "ssl": self.ssl}
-        return Puller(key=self.key, files=self.files, base=self._base, **options)
+        return Puller(key=self.key, base=self._base, **options)
 
     def close(self) -> None:
-        """Free what is held, apart from the base."""
-        self._weights.close()
-        for held in self._deltas:
-            self.files.remove(held)
-            held.buffer.close()
-        self._deltas = []
+        with self._base.lock:
+            self._weights.close()
+            self._drop_deltas((), most=0)
 
-    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledFiles:
-        """`ask`: as in FileSources; answers come by `reroute`. `stop` ends the pull at its next read or wait. Raises
-        PullFailed."""
-        with self._lock:
+    def pull(self, load: m.Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        """Raises PullFailed."""
+        with self._base.lock:
             self._ask, self._stop = ask, stop or threading.Event()
             self._routes = {each.file.digest: each.route for each in load.files}
-            self._used, self._received_s = [], time.monotonic()
+            self._used, self._received_s, before = [], time.monotonic(), self.bytes_received
             try:
-                return self._read(load)
+                made, apply_s = self._read(load)
+                tensors: Mapping[str, Any] = self.tensors()
+                if made.base:
+                    tensors = MergedWeights(self.base_tensors(), tensors, made.scale)
+                received, used = self.bytes_received - before, tuple(self._used)
+                return PulledWeights(
+                    digest=made.digest, tensors=tensors, base=made.base, bytes=received, used=used, apply_s=apply_s
+                )
             finally:
                 self._drop_deltas({each.file.digest for each in load.files})
 
     def reroute(self, routed: m.Routed) -> None:
-        """Other sources of a file. Any thread may call it."""
         self._routes[routed.file] = routed.route
         if (reading := self._reading.get(routed.file)) is not None:
             reading.reroute(routed.route)
@@ -141,7 +173,8 @@ class Puller:
             raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
         return self._base.tensors()
 
-    def _read(self, load: m.Load) -> PulledFiles:
+    def _read(self, load: m.Load) -> tuple[Manifest, float]:
+        """Returns what is held now, and how long applying deltas took (seconds)."""
         deltas, apply_s = [each.file for each in load.files if each.file.after], 0.0
         if deltas and (self.held is None or self.held.digest != load.digest):
             if deltas[0].before in self._routes:
@@ -151,7 +184,7 @@ class Puller:
         if made.base:
             self._read_copy(self._base, made.base)
         self._weights.held = made
-        return PulledFiles(manifest=made, used=tuple(self._used), apply_s=apply_s)
+        return made, apply_s
 
     def _read_copy(self, copy: LocalCopy, file: str) -> Manifest:
         if copy.held is None or copy.held.digest != file:
@@ -198,12 +231,12 @@ class Puller:
             Download(sources, held).run(self.parallel)
         return held
 
-    def _drop_deltas(self, newest: Collection[str]) -> None:
+    def _drop_deltas(self, newest: Collection[str], most: int = delta.MAX_DELTAS) -> None:
         """Drop the oldest deltas, but none of the newest load, until all have at most a quarter of the copy, and are
         not more than a trainer has."""
         excess = sum(held.manifest.nbytes for held in self._deltas) - self._weights.buffer.nbytes // 4
         for held in [held for held in self._deltas if held.manifest.digest not in newest]:
-            if excess > 0 or len(self._deltas) > delta.MAX_DELTAS:
+            if excess > 0 or len(self._deltas) > most:
                 excess -= held.manifest.nbytes
                 self._deltas.remove(held)
                 self.files.remove(held)
@@ -242,14 +275,16 @@ class LocalCopy:
         self.held: Manifest | None = None
         """What the buffer holds, with every chunk verified."""
         self.buffer = Buffer(0)
-        self._files = files
+        self.files = files
+        self.lock = threading.Lock()
+        """Held by a pull, if this is the base of its adapter."""
         self.file: HeldFile | None = None
         """What the buffer is for, complete or being filled."""
 
     def close(self) -> None:
         self.held = None
         if self.file is not None:
-            self._files.remove(self.file, WITHDRAW_S)
+            self.files.remove(self.file, WITHDRAW_S)
             self.file = None
         self.buffer.close()
         self.buffer = Buffer(0)
@@ -259,7 +294,7 @@ class LocalCopy:
         are not missing."""
         self.held, old = None, self.file
         if old is not None:
-            self._files.remove(old, WITHDRAW_S)
+            self.files.remove(old, WITHDRAW_S)
         if self.buffer.nbytes != wanted.nbytes:
             self._resize(wanted.nbytes)
             reuse = False
@@ -268,7 +303,7 @@ class LocalCopy:
         for i, chunk in enumerate(pairwise(wanted.bounds())):
             if known.get(chunk) == wanted.seal(i):
                 file.add(i)
-        self._files.add(file)
+        self.files.add(file)
         return file
 
     def tensors(self) -> dict[str, torch.Tensor]:

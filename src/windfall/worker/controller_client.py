@@ -26,9 +26,9 @@ import ssl as tls
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,10 +48,10 @@ from windfall.types import Capabilities, Lease
 from windfall.weights.buffers import machine
 from windfall.weights.held_files import HeldFiles, UploadLimit
 from windfall.weights.merged import MergedWeights
-from windfall.weights.pull import Ask, PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 from windfall.weights.serve import RunningServer, serve_in_thread
 from windfall.worker import preemption
-from windfall.worker.worker_link import BUILD_S, PulledWeights, Stalled, WorkerLink
+from windfall.worker.worker_link import BUILD_S, Stalled, WorkerLink
 
 REFUSAL_REPORT_S = 0.5
 """Seconds in which to report to the controller that this worker cannot run the model."""
@@ -64,38 +64,6 @@ REFUSED_FAILURES = 2
 LOOPBACK = "127.0.0.1"
 MOST_FILES, MOST_RANGES = 32, 64
 """Files in a Hello, and ranges of each: it must fit into what a peer may send before it has authenticated."""
-
-
-class WeightPuller(Protocol):
-    """Where the weights come from: a weights.pull.Puller, or the trainer of this process."""
-
-    reads: bool
-    """Whether it reads from sources."""
-
-    @property
-    def bytes_received(self) -> int: ...
-
-    def pull(self, load: m.Load, ask: Ask | None, *, stop: threading.Event) -> PulledFiles:
-        """Get this version. `ask` asks the controller for other sources. Raises any error if that fails."""
-        ...
-
-    def reroute(self, routed: m.Routed) -> None:
-        """Use these sources from now on."""
-        ...
-
-    def tensors(self) -> Mapping[str, Any] | None:
-        """The weights that were pulled last, or their adapter; None: the engine shares them."""
-        ...
-
-    def base_tensors(self) -> Mapping[str, Any]: ...
-
-    def beside(self) -> WeightPuller:
-        """One more of its kind, for another policy."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds: its policy is no longer wanted here."""
-        ...
 
 
 @dataclass(eq=False)
@@ -136,15 +104,14 @@ class ControllerClient:
         self._boot_reported = False
         self._held: dict[str, tuple[int, str]] = {}
         self._pullers: dict[str, WeightPuller] = {"": self.puller}
-        """By policy of the last Welcome."""
+        """By policy of the last Welcome, and of Loads since then."""
         self._received = 0
         """Bytes that pullers received which are closed."""
         self._upload = UploadLimit()
         self._server: RunningServer | None = None
         self._location = self._own_address = ""
-        self._pulled: dict[str, tuple[str, str]] = {}
-        """By policy: digest of the weights pulled last, and of their base. If they are in the engine, so is that
-        base."""
+        self._bases: dict[str, str] = {}
+        """The base of adapters, by the digest of the adapter: of those in the engine, and of the one pulled last."""
         self._worker_link: WorkerLink | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
@@ -369,28 +336,24 @@ class ControllerClient:
             puller.reroute(msgspec.structs.replace(routed, route=self._resolved(routed.route)))
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
-        """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before its reuse."""
+        """Runs in a thread."""
+        if load.policy not in self._pullers:  # the run has it since this worker joined
+            self._pullers = {**self._pullers, load.policy: self.puller.beside()}
         puller = self._pullers[load.policy]
-        before = puller.bytes_received
         held = {} if self._worker_link is None else self._worker_link.held
         in_engine = {policy: digest for policy, (_, digest) in held.items()}  # not only in a puller
+        self._bases = {digest: base for digest, base in self._bases.items() if digest in in_engine.values()}
         files = tuple(m.FileRoute(file=each.file, route=self._resolved(each.route)) for each in load.files)
         load = msgspec.structs.replace(load, files=files)
         pulled = puller.pull(load, lambda question: self._ask(question, load.policy), stop=give_up)
-        manifest, received = pulled.manifest, puller.bytes_received - before
-        tensors = None if in_engine.get(load.policy) == load.digest else puller.tensors()
-        slots = self._spec is not None and self._spec.adapters > 0
-        base = manifest.base or (manifest.digest if slots else "")
-        if tensors is not None and base:
-            loaded = any(self._pulled.get(policy) == (digest, base) for policy, digest in in_engine.items())
-            if manifest.base:  # they are an adapter
-                tensors = MergedWeights(puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
-            else:  # a policy that is not trained, beside adapters of the same base
-                tensors = MergedWeights(tensors, {}, 1.0, base_is_loaded=loaded)
-        self._pulled[load.policy] = (manifest.digest, base)
-        return PulledWeights(
-            digest=manifest.digest, tensors=tensors, bytes=received, used=pulled.used, apply_s=pulled.apply_s
-        )
+        tensors, base = None if in_engine.get(load.policy) == load.digest else pulled.tensors, pulled.base
+        if not base and self._spec is not None and self._spec.adapters:  # not trained, beside adapters of the same base
+            base = pulled.digest
+            tensors = None if tensors is None else MergedWeights.of(tensors)
+        if isinstance(tensors, MergedWeights):
+            tensors.base_is_loaded = base in self._bases.values()
+        self._bases[pulled.digest] = base
+        return replace(pulled, tensors=tensors)
 
     def _ask(self, question: m.AskRoute, policy: str) -> None:
         """Runs in a thread of the pull."""

@@ -23,9 +23,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +32,7 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
+from windfall.weights.pull import PulledWeights
 
 MAX_QUEUED_FRAMES = 64
 """Number of unsent frames at which the engine waits."""
@@ -53,18 +53,6 @@ also with the attempt that it is in (NO_BYTE_S in weights/file_sources.py)."""
 
 class Stalled(Exception):
     """The engine, or the thread that pulls the weights, is stuck. This process is useless and must end."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PulledWeights:
-    digest: str
-    tensors: Mapping[str, Any] | None
-    """None if the engine already has these weights."""
-    bytes: int = 0
-    used: tuple[m.SourceUse, ...] = ()
-    """What came from each source."""
-    apply_s: float = 0.0
-    """Seconds that applying deltas took."""
 
 
 Pull = Callable[[m.Load, threading.Event], PulledWeights]

@@ -20,7 +20,7 @@ def test_a_turn_is_cut_short(state: str, kept: int) -> None:
     sampling = Sampling()
     episode = Episode(id="1/0", prompt=(1, 2), seed=1, max_tokens=20, sampling=sampling, stop=frozenset([9]))
     ledger.open(episode)
-    ledger.queue.popleft()
+    ledger.queues[""].popleft()
     handle = ledger.assign("1/0", "a", 0).handle
     last = 9 if state == "turn" else 6
     finished = {0: "stop"} if state == "turn" else {}

@@ -27,12 +27,12 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded, read_records
 from windfall.controller.ledger.ledger import Ledger
-from windfall.controller.rollout.stream import Rollout
+from windfall.controller.rollout.stream import OpenGroup, Rollout
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
 from windfall.recipe.sections import Recipe
 from windfall.recipe.sections import RolloutSection as Options
-from windfall.types import Sampling
+from windfall.types import Sampling, Task
 
 Row = tuple[int, int, list[int]]
 
@@ -119,7 +119,7 @@ def test_records_from_before_policies_had_names_are_read(tmp_path: Path) -> None
     records: list[Any] = [record for _, record in read_records(path)]
     started, assigned, accepted, graded, trained, prompted = records
     assert (started.next_task, assigned.policies, accepted.frame.versions) == (-1, {}, {})
-    assert (accepted.frame.version_of(""), accepted.frame.version_of("solver")) == (3, None)
+    assert accepted.frame.by_policy == {"": 3}
     assert (graded.role, graded.rewards, trained.policy, prompted.role) == ("", (), "", "")
 
 
@@ -318,22 +318,18 @@ def test_writing_to_a_closed_journal_raises(tmp_path: Path) -> None:
         Journal(tmp_path / "j", "s").write_grade("1/0", 1.0, None, "")
 
 
-def episode(id: str) -> Episode:
-    return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=lambda policy: Sampling(), stop=frozenset())
-
-
 def restore(past: History, ids: list[str]) -> dict[str, Episode]:
     """Restore episodes as a stream does."""
     opened: dict[str, Episode] = {}
     dispatch: Any = SimpleNamespace(open=lambda e, listener: opened.update({e.id: e}))
     unused: Any = None
     env: Any = SimpleNamespace(name="unused")
-    text: Any = SimpleNamespace(decode=unused)
-    rollout = Rollout(dispatch, env, {"": text}, Recipe(rollout=Options()), seed=0, events=unused)
+    text: Any = SimpleNamespace(decode=unused, stop=frozenset())
+    rollout = Rollout(dispatch, env, {"": text}, Recipe(rollout=Options(max_tokens=1000)), seed=0, events=unused)
     rollout.history = past
     stream = rollout.stream(size=1, sampling=lambda policy: Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:
-        stream._open_episode(episode(id))
+        stream._open_response(id, OpenGroup(index=1, task=Task(id="t", prompt=""), size=len(ids)), (1,))
     return opened
 
 
@@ -368,8 +364,8 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
 
 
 def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
-    if ledger.queue:
-        entry = ledger.assign(ledger.queue.popleft(), rng.choice("ab"), rng.choice([1, 2]))
+    if ledger.queues[""]:
+        entry = ledger.assign(ledger.queues[""].popleft(), rng.choice("ab"), rng.choice([1, 2]))
         journal.write_assigned({entry.handle: entry.episode.id})
         return
     worker = rng.choice("ab")

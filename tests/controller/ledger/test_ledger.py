@@ -135,7 +135,7 @@ def _everything(ledger: Ledger) -> Any:
     return copy.deepcopy(
         (
             entries,
-            list(ledger.queue),
+            list(ledger.queues[""]),
             asdict(ledger.counts),
             held,
             list(ledger._running),
@@ -166,7 +166,7 @@ class World:
     def step(self) -> None:
         action = self.choose(ACTIONS)
         needs = {
-            "assign": self.ledger.queue, "grade": self._turns(), "withdraw": self.ledger.entries, "requeue": self.live,
+            "assign": self.ledger.queued, "grade": self._turns(), "withdraw": self.ledger.entries, "requeue": self.live,
             "send": self.works, "deliver": self.sent, "spoil": self.sent, "lie": self.live,
         }  # fmt: skip
         getattr(self, action if needs.get(action, True) else "open")()
@@ -192,11 +192,11 @@ class World:
 
     def assign(self) -> None:
         for _ in range(self.choose([1, 2, 4])):
-            if self.ledger.queue:
+            if self.ledger.queues[""]:
                 self._assign(self.choose(WORKERS), self.choose([1, 1, 2]))
 
     def _assign(self, worker: str, version: int) -> Work:
-        id = self.ledger.queue.popleft()
+        id = self.ledger.queues[""].popleft()
         entry = self.ledger.assign(id, worker, version)
         self.expected.moved += self.truth[id].lost_by not in ("", worker)
         assert entry.handle not in self.live
@@ -268,7 +268,7 @@ class World:
         begun = [self.live[h].id for h in held if self.ledger.entries[self.live[h].id].episode.tokens]
         assert {e.episode.id for e in self.ledger.held(worker)} == {self.live[h].id for h in held}
         self.ledger.release(worker)
-        assert list(self.ledger.queue)[: len(begun)] == begun, (
+        assert list(self.ledger.queues[""])[: len(begun)] == begun, (
             "responses that have begun are queued first, in their order"
         )
         for handle in held:
@@ -383,7 +383,7 @@ class World:
         assert self.offered == counts.accepted - self.restored + seen, "a token is unaccounted for"
         assert self.ledger.lost_tokens() == 0
         assert self.opened == len(self.ledger) + self.closed + self.withdrawn
-        begun = [bool(self.ledger.entries[i].episode.tokens) for i in self.ledger.queue]
+        begun = [bool(self.ledger.entries[i].episode.tokens) for i in self.ledger.queues[""]]
         assert begun == sorted(begun, reverse=True), "responses that have begun are queued first"
         assert {w: self.ledger.running(w) for w in WORKERS} == {
             w: sum(x.worker == w for x in self.live.values()) for w in WORKERS
@@ -394,7 +394,7 @@ class World:
         for worker in WORKERS:
             self._lose(worker)
         while self.ledger.entries:
-            while self.ledger.queue:
+            while self.ledger.queues[""]:
                 work = self._assign("a", 3)
                 self._deliver("a", frame(3, [work.row(work.start, work.end() - work.start)]))
             for id in self._turns():
@@ -430,7 +430,7 @@ def test_frame_of_a_forgotten_handle_counts_as_late(monkeypatch: pytest.MonkeyPa
     works = []
     for n in range(4):
         ledger.open(episode(f"{n}/0"))
-        entry = ledger.assign(ledger.queue.popleft(), "a", 1)
+        entry = ledger.assign(ledger.queues[""].popleft(), "a", 1)
         works.append(Work(f"{n}/0", entry.handle, "a", 1, 0))
     ledger.withdraw([w.id for w in works])
     for work in works:
@@ -445,7 +445,7 @@ def test_response_is_opened_once_and_assigned_once() -> None:
     ledger.open(episode("1/0"))
     with pytest.raises(ValueError, match="already open"):
         ledger.open(episode("1/0"))
-    ledger.assign(ledger.queue.popleft(), "a", 1)
+    ledger.assign(ledger.queues[""].popleft(), "a", 1)
     with pytest.raises(AssertionError):
         ledger.assign("1/0", "b", 1)
     with pytest.raises(AssertionError):
@@ -459,7 +459,7 @@ def test_check_finds_every_broken_rule() -> None:
         ledger = Ledger()
         for n in (2, 3):
             ledger.open(episode(f"{n}/0"))
-        entry = ledger.assign(ledger.queue.popleft(), "a", 1)
+        entry = ledger.assign(ledger.queues[""].popleft(), "a", 1)
         ledger.accept("a", frame(1, [Work("2/0", entry.handle, "a", 1, 0).row(0, 2)]))
         ledger.check()
         how(ledger)
@@ -469,9 +469,9 @@ def test_check_finds_every_broken_rule() -> None:
     broken(lambda x: x.entries["2/0"].episode.tokens.pop())
     broken(lambda x: x.entries["2/0"].episode.logprobs.append(0.0))
     broken(lambda x: x.entries.pop("2/0"))
-    broken(lambda x: x.queue.append("3/0"))
-    broken(lambda x: x.queue.append("2/0"))
-    broken(lambda x: x.queue.clear())
+    broken(lambda x: x.queues[""].append("3/0"))
+    broken(lambda x: x.queues[""].append("2/0"))
+    broken(lambda x: x.queues[""].clear())
     broken(lambda x: x._by_worker.clear())
     broken(lambda x: x._running.clear())
     broken(lambda x: x._ended.update(dict.fromkeys(x._running, "moved")))

@@ -30,7 +30,7 @@ def opened(*ids: str, window: tuple[int, int] = (3, 5), version: int | None = No
 
 
 def assign(ledger: Ledger, version: int, worker: str = "a") -> int:
-    return ledger.assign(ledger.queue.popleft(), worker, version).handle
+    return ledger.assign(ledger.queues[""].popleft(), worker, version).handle
 
 
 def frame(version: int, *rows: tuple[int, int, int]) -> Tokens:
@@ -72,7 +72,7 @@ def test_tokens_of_a_version_outside_the_window_are_refused(version: int) -> Non
     refused = ledger.accept("a", frame(version, (a, 1, 3)))
     assert (refused.tokens, refused.dropped, refused.complete) == (0, [a], False)
     assert ledger.counts.stale == 3
-    assert list(ledger.queue) == ["1/0"], "it continues elsewhere with the tokens that it has"
+    assert list(ledger.queues[""]) == ["1/0"], "it continues elsewhere with the tokens that it has"
     assert versions(ledger, "1/0") == [(4, 1)]
     ledger.check()
 
@@ -118,7 +118,7 @@ def test_fixed_version_is_queued_first() -> None:
         "eval-4:9/0", prompt=(5,), seed=1, max_tokens=9, sampling=Sampling(), stop=frozenset(), version=4
     )
     ledger.open(evaluated)
-    assert list(ledger.queue) == ["eval-4:9/0", "1/0", "1/1"]
+    assert list(ledger.queues[""]) == ["eval-4:9/0", "1/0", "1/1"]
 
 
 def test_duplicate_of_an_older_version_counts_as_repeated() -> None:
@@ -145,7 +145,7 @@ def test_window_that_moves_on_takes_responses_from_old_workers() -> None:
     ledger.accept("a", frame(3, (a, 0, 1), (c, 0, 1)))
     ledger.accept("a", frame(4, (c, 1, 1)))
     assert ledger.set_window("", 4, 6) == {"a": [a]}
-    assert list(ledger.queue) == ["1/0"]
+    assert list(ledger.queues[""]) == ["1/0"]
     assert ledger.oldest_version("1/2") == 3, "its old token stays: the check at use decides"
     ledger.check()
     late = ledger.accept("a", frame(3, (a, 1, 1)))
@@ -233,8 +233,8 @@ def test_random_swaps_of_many_workers_lose_nothing() -> None:
                 ledger.set_window("", newest - 2, newest)
         for name, version in held.items():
             held[name] = max(version, newest - 2)
-        for id in list(ledger.queue):
-            ledger.queue.remove(id)
+        for id in list(ledger.queues[""]):
+            ledger.queues[""].remove(id)
             worker = choose.choice("abc")
             ledger.assign(id, worker, held[worker])
     ledger.check()

@@ -125,7 +125,7 @@ class Run:
             directory_rules.check(directory)
         for member in members.here():
             assert all(entry.policy in member.held for entry in ledger.held(member.id)), "work of another base"
-            assert set(member.held) <= set(BASES[member.base])
+            assert {self.dispatch.versions[policy].base for policy in member.held} == {member.base}
 
     def runs(self, id: str) -> list[tuple[int, int]]:
         return self.dispatch.ledger.entries[id].episode.version_runs
@@ -236,6 +236,41 @@ def test_a_frame_must_name_the_versions_of_its_policies(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        m.Tokens(
+            version=0, handles=(), positions=(), counts=(), tokens=b"", logprobs=b"", finished={}, versions={"judge": 1}
+        ),
+        m.Loaded(version=1, digest="judge1", slots=SLOTS, s=0.0, pulled_bytes=0, policy="../judge"),
+        m.AskRoute(file="f", policy="judge"),
+        m.LoadFailed(version=1, why="no source", policy="judge"),
+        m.Stats(running=0, made=0, steps=0, idle_s=0.0, policy="nobody"),
+    ],
+)
+def test_a_worker_knows_its_own_policies_only(tmp_path: Path, lie: Any) -> None:
+    """What it says of others is malformed, or has no effect."""
+
+    async def scene(run: Run) -> None:
+        a = await run.join("a", base="solver", held={"judge": (1, "judge1"), "\0": (1, "d")})
+        assert set(run.dispatch.members.all["a"].held) == {"solver", "verifier"}
+        await a.load()
+        run.open("solver", "0/0")
+        await run.settle()
+        await a.link.send(lie)
+        await run.settle()
+        member = run.dispatch.members.all["a"]
+        if isinstance(lie, m.LoadFailed | m.Stats):
+            assert (member.state, len(a.work)) == (WorkerState.READY, 1)
+            assert not any(held.failed for held in member.held.values())
+        else:
+            assert "which it was not asked for" in member.why
+            assert list(run.dispatch.ledger.queues["solver"]) == ["0/0"]
+        assert set(member.frame_versions) <= {"solver", "verifier"}
+
+    play(tmp_path, scene)
+
+
 def test_a_load_that_fails_stops_its_policy_only(tmp_path: Path) -> None:
     async def scene(run: Run) -> None:
         a = await run.join("a", base="solver")
@@ -264,7 +299,7 @@ def test_an_engine_without_slots_for_adapters_holds_the_policy_that_it_loaded_fi
         a = await run.join("a", base="solver", adapters=0)
         await a.load(a.loads[0].policy)
         await run.settle()
-        assert run.dispatch.members.all["a"].policies == ("verifier",), "the one with most queued responses"
+        assert run.dispatch.members.all["a"].held.keys() == {"verifier"}, "the one with most queued responses"
         assert [policy for policy, _ in a.work.values()] == ["verifier"] * 2
         await a.link.send(m.LoadFailed(version=1, why="this engine holds one policy", policy="solver"))
         await run.settle()
@@ -379,25 +414,24 @@ def test_a_policy_whose_trainer_comes_later_is_loaded_when_it_has_work(tmp_path:
     play(tmp_path, scene, staleness=0, published=["solver"])
 
 
+def publish_adapter(run: Run, policy: str, port: int) -> None:
+    base, adapter = m.FileRef(digest="base", nbytes=100), m.FileRef(digest=f"{policy}1", nbytes=10, before="base")
+    holds = (m.Holding(file=base), m.Holding(file=adapter))
+    files = m.PublishedFiles(
+        version=1, digest=adapter.digest, files=(base, adapter),
+        holders=(m.HolderFiles(location=f"http://_:{port}", holds=holds),),
+    )  # fmt: skip
+    run.dispatch.set_offer(Offer(version=1, digest=adapter.digest), files, policy=policy)
+
+
 def test_the_base_of_two_adapters_is_read_once(tmp_path: Path) -> None:
-    base = m.FileRef(digest="base", nbytes=100)
-
-    def publish(run: Run, policy: str, port: int) -> None:
-        adapter = m.FileRef(digest=f"{policy}1", nbytes=10, before="base")
-        holds = (m.Holding(file=base), m.Holding(file=adapter))
-        files = m.PublishedFiles(
-            version=1, digest=adapter.digest, files=(base, adapter),
-            holders=(m.HolderFiles(location=f"http://_:{port}", holds=holds),),
-        )  # fmt: skip
-        run.dispatch.set_offer(Offer(version=1, digest=adapter.digest), files, policy=policy)
-
     async def scene(run: Run) -> None:
-        publish(run, "solver", 98)
+        publish_adapter(run, "solver", 98)
         a = await run.join("a", base="solver")
         assert [each.file.digest for each in a.loads[0].files] == ["base", "solver1"]
         await a.load()
         await run.settle()
-        publish(run, "verifier", 99)
+        publish_adapter(run, "verifier", 99)
         await run.settle()
         assert [each.policy for each in a.loads] == ["verifier"]
         assert [each.file.digest for each in a.loads[0].files] == ["verifier1"], "it has the base"
@@ -405,3 +439,34 @@ def test_the_base_of_two_adapters_is_read_once(tmp_path: Path) -> None:
         assert [len(each.files) for each in b.loads] == [2, 2], "a new worker may begin with either"
 
     play(tmp_path, scene, published=())
+
+
+def test_a_policy_that_is_added_later_reaches_workers_with_a_free_slot(tmp_path: Path) -> None:
+    async def scene(run: Run) -> None:
+        for n, policy in enumerate(BASES["solver"]):
+            publish_adapter(run, policy, 90 + n)
+        a, full = await run.join("a", base="solver"), await run.join("full", base="solver", adapters=2)
+        other, boots = await run.join("other", base="judge"), await run.join("boots", base="solver")
+        for worker in (a, full, other):
+            await worker.load()
+        run.open("solver", "0/0")
+        await run.settle()
+        run.dispatch.add_policy(PolicyVersions("critic", "solver", 1))
+        publish_adapter(run, "critic", 95)
+        await run.settle()
+        assert [[each.policy for each in w.loads] for w in (a, full, other)] == [["critic"], [], []]
+        assert [each.file.digest for each in a.loads[0].files] == ["critic1"], "it has the base"
+        assert "critic" in [each.policy for each in boots.loads], "its engine may have a slot"
+        run.open("critic", "0/0+1", "1/0+1")
+        await a.load()
+        await run.settle()
+        assert [policy for policy, _ in a.work.values() if policy == "critic"], "it goes on meanwhile"
+        boots.engine = Capabilities(name="scripted", adapters=2)
+        await boots.load("verifier")
+        await boots.load("critic")
+        await run.settle()
+        assert run.dispatch.members.all["boots"].held.keys() == {"verifier", "critic"}, "it has no room for a third"
+        again = await run.join("full", held=full.held, engine=full.engine)
+        assert {each.policy for each in again.loads} == {"solver", "verifier"}, "it keeps what it has"
+
+    play(tmp_path, scene, published=["judge"])

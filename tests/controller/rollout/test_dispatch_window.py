@@ -148,7 +148,7 @@ def test_workers_one_version_behind_finish_their_work_and_get_none(
             assert all(run.versions(id) == [(3, MAX_TOKENS)] for id in run.ended)
             assert a.work == {}, "a response that starts now must start on version 4"
             assert a.loads == [4], "an idle worker loads the new version, whatever on_new_weights says"
-            assert list(run.dispatch.ledger.queue) == ["2/0", "2/1"]
+            assert list(run.dispatch.ledger.queues[""]) == ["2/0", "2/1"]
             assert (a.cancelled, b.cancelled) == ([], [])
             await a.load()
             await run.settle()
@@ -182,7 +182,7 @@ def test_work_of_workers_that_fell_out_of_the_window_goes_on_where_it_was(
             assert all(w.loads == [5] for w in run.workers), "also with `finish`: they have nothing to finish"
             assert run.dispatch.ledger.counts.late == 8, "what was on its way is not accepted"
             assert run.ended == []
-            assert len(run.dispatch.ledger.queue) == 6, "all work waits"
+            assert len(run.dispatch.ledger.queues[""]) == 6, "all work waits"
             assert run.dispatch.ledger.lost_tokens() == 0
             await b.load()
             await run.settle()
@@ -249,7 +249,7 @@ def test_worker_that_was_paused_while_it_loaded_stays_paused(tmp_path: Path) -> 
             await a.load()
             await run.settle()
             paused, now = run.dispatch.members.all["a"], asyncio.get_running_loop().time()
-            assert (paused.state, paused.version) == (WorkerState.PAUSED, 4)
+            assert (paused.state, paused.first.version) == (WorkerState.PAUSED, 4)
             before, after = (run.dispatch.accounts.of("a", s).seconds for s in (now, now + 5.0))
             assert {k: round(s - before.get(k, 0.0), 6) for k, s in after.items() if s > before.get(k, 0.0)} == {
                 "paused": 5.0

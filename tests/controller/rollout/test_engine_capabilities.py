@@ -98,7 +98,7 @@ def test_engine_without_live_slots_gets_work_only_when_idle(tmp_path: Path) -> N
             version=1, handles=(work.handle,), positions=(1,), counts=(), tokens=array("I", [0]).tobytes(),
             logprobs=array("f", [-0.5]).tobytes(), finished={0: "stop"},
         )  # fmt: skip
-        assert list(world.dispatch.ledger.queue) == ["1/0"]
+        assert list(world.dispatch.ledger.queues[""]) == ["1/0"]
         await link.send(frame)
         assert (await take(link, m.Assign)).work[0].handle == work.handle + 1
 

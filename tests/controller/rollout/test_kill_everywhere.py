@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.support.virtual_fleet import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.scheduling import placement
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE
@@ -42,7 +42,7 @@ def assert_same(crew: Crew, *, again: int) -> None:
     expected, _ = undisturbed()
     assert crew.responses == expected
     ledger = crew.dispatch.ledger
-    assert (len(ledger), ledger.lost_tokens(), list(ledger.queue)) == (0, 0, [])
+    assert (len(ledger), ledger.lost_tokens(), list(ledger.queues[""])) == (0, 0, [])
     tokens = sum(r.sampled_count for r in expected.values())
     assert ledger.counts.accepted == ledger.counts.closed == tokens == len(crew.made)
     assert sum(crew.made.values()) - tokens <= again

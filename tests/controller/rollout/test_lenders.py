@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
@@ -180,7 +180,7 @@ def test_response_that_fits_only_on_a_lender_gets_it(tmp_path: Path) -> None:
         world.open("2/0", max_tokens=900)
         await settle()
         assert (world.work("own"), world.work("l")) == (1, 1)
-        assert not world.dispatch.ledger.queue
+        assert not world.dispatch.ledger.queues[""]
 
     play(tmp_path, part)
 

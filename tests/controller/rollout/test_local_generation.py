@@ -15,13 +15,13 @@ import pytest
 from tests.support.scripted_engine import SEED, Asks, CharacterText, Scripted
 from tests.support.virtual_fleet import LoopHost
 from tests.support.virtual_loop import StepLoop
-from windfall.controller.rollout.assignment import Offer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.borrowing import HOLD_S
 from windfall.controller.scheduling.local_time import LocalPlan, Progress, RemoteFleet, StepMeasurement
 from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.scheduling.versions import Offer
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages

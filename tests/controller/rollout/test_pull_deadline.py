@@ -112,7 +112,7 @@ def test_stuck_worker_is_drained(tmp_path: Path, served: bool) -> None:
             assert not hears.done()
             await link.send(m.LoadFailed(version=1, why="nobody answers"))
             await asyncio.sleep(0.05)
-            assert world.dispatch.members.all["w"].failed == 0
+            assert world.dispatch.members.all["w"].first.failed == 0
             hears.cancel()
             return
         assert "it has received no byte of version 1" in (await hears).why

@@ -77,7 +77,7 @@ def test_tasks_that_have_not_begun(tmp_path: Path) -> None:
         running = asyncio.create_task(o.stream.run())
         o.stream.open(range(6))
         assert sorted(o.stream.not_begun()) == [0, 1, 4, 5], "the journal has tokens of 2 and 3"
-        o.dispatch.ledger.queue.remove("4/1")
+        o.dispatch.ledger.queues[""].remove("4/1")
         o.dispatch.ledger.assign("4/1", "a", 5)
         assert sorted(o.stream.not_begun()) == [0, 1, 5], "a worker runs a response of 4"
         o.env.arrive.set()

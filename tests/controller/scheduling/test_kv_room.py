@@ -93,7 +93,7 @@ def test_prompt_that_siblings_share_fills_a_cache_once(shared: bool) -> None:
         e.logprobs.extend([0.0] * generated)
         e.record(generated, 0, "", "")
         ledger.open(e)
-        ledger.queue.remove(id)
+        ledger.queues[""].remove(id)
         ledger.assign(id, worker, 0)
 
     for n in range(28):

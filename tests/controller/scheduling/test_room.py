@@ -146,15 +146,17 @@ def test_responses_are_assigned_only_where_they_fit(prompts: list[int], workers:
     placement = kind(ledger, balancing=balanced)
     longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
     loads = [WorkerLoad(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
-    before = list(ledger.queue)
+    before = list(ledger.queues[""])
     out = placement.assign(loads, dict.fromkeys(longest, 1), coming=0, longest=longest)
     ledger.check()
     for worker, entries in out.items():
         assert len(entries) <= next(load.slots for load in loads if load.worker == worker)
         assert all(room(entry.episode) <= longest[worker] for entry in entries)
     given_ids = {e.episode.id for entries in out.values() for e in entries}
-    assert list(ledger.queue) == [id for id in before if id not in given_ids], "the rest of the queue keeps its order"
-    for id in ledger.queue:  # no worker with enough room has a free slot
+    assert list(ledger.queues[""]) == [id for id in before if id not in given_ids], (
+        "the rest of the queue keeps its order"
+    )
+    for id in ledger.queues[""]:  # no worker with enough room has a free slot
         able = [load for load in loads if longest[load.worker] >= room(ledger.entries[id].episode)]
         assert all(len(out.get(load.worker, ())) == load.slots for load in able)
 

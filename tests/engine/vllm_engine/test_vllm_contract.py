@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,12 @@ def test_several_adapters_in_one_batch_and_a_swap_of_one(llamas: list[Any]) -> N
         assert torch.allclose(torch.tensor(logprobs(made[r.id])), torch.cat([first, rest]), atol=5 * CLOSE, rtol=0)
     with pytest.raises(WindfallError, match="not loaded"):
         e.add(replace(wanted[0], policy="stranger"))
+    e.swap(2, given(llamas[1], adapters["two"]), policy="judge")  # its worker has switched to another base
+    assert e.versions == {"judge": 2}
+    (said,) = drain(e, [r := replace(wanted[0], policy="judge")]).values()
+    expected = oracle(merged(llamas[1], adapters["two"]), r, tokens(said))
+    assert torch.allclose(torch.tensor(logprobs(said)), expected, atol=5 * CLOSE, rtol=0)
+    assert [path.name for path in Path(e._folders._root.name).iterdir()] == ["4"], "folders of others are gone"
 
 
 def test_response_ends_with_its_stop_token(model: Any) -> None:

@@ -64,7 +64,7 @@ def test_every_simulated_token_is_sent_once_and_in_order(lengths: list[int], gra
     for steps in [*cuts, 60]:
         if len(d):
             d.advance(steps)
-        frame, ended = d.frame(3)
+        frame, ended = d.frame({"": 3})
         if frame is None:
             assert not ended
             continue
@@ -123,7 +123,7 @@ def test_running_responses_fit_the_kv_cache(lengths: list[int], kv_tokens: int, 
         steps = min(cut, d.horizon)
         total_s, step = total_s + d.seconds(steps), step + steps
         d.advance(steps)
-        ends |= {row.handle: step for row in d.frame(1)[1]}
+        ends |= {row.handle: step for row in d.frame({"": 1})[1]}
     plain_s, plain_ends, preemptions = one_by_one(lengths, kv_tokens)
     assert d.preemptions == preemptions
     assert set(ends) == set(plain_ends)

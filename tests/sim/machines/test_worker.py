@@ -16,7 +16,7 @@ from windfall.sim.core.draws import LogNormalLengths
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
-from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.core.token_schedule import PolicyTokens, TokenSchedule
 from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.linked_trainer import LinkedTrainer
 from windfall.sim.machines.weight_store import StoreNetwork, WeightStore
@@ -26,6 +26,7 @@ from windfall.types import Lease, Sampling
 
 SERVICE = StepTime(fixed_s=0.01, each_s=0.001, prefill_s=0.0001)
 Simulated = Callable[..., Any]
+ONE_TOKEN = {"": PolicyTokens(lengths=LogNormalLengths(median=1, sigma=0), prompt_tokens=1, max_tokens=9)}
 
 
 class FakeDispatch:
@@ -76,10 +77,9 @@ def simulate(
 ) -> FakeDispatch:  # fmt: skip
     async def main(loop: VirtualLoop) -> FakeDispatch:
         dispatch = FakeDispatch()
-        token_schedule = TokenSchedule(
-            LogNormalLengths(median=length, sigma=0.0), granule=granule, prompt_tokens=10, max_tokens=1000,
-            acceptance=acceptance,
-        )  # fmt: skip
+        lengths = LogNormalLengths(median=length, sigma=0.0)
+        tokens = {"": PolicyTokens(lengths=lengths, prompt_tokens=10, max_tokens=1000)}
+        token_schedule = TokenSchedule(tokens, granule=granule, acceptance=acceptance)
         spec = WorkerSpec(
             name="w", lease=Lease(), service=SERVICE, slots=8, net=StoreNetwork(), down_per_s=100.0,
             quantum_s=0.2 if granule > 1 else 0.0, lends=lends,
@@ -186,7 +186,7 @@ def test_trainer_machine_never_generates_while_it_trains() -> None:
     async def play(dispatch: FakeDispatch, worker: SimWorker, loop: VirtualLoop) -> None:
         trainer = LinkedTrainer(
             StepTime(fixed_s=1.0, each_s=1.0, update_s=3.0),
-            TokenSchedule(LogNormalLengths(median=1, sigma=0), granule=1, prompt_tokens=1, max_tokens=9),
+            TokenSchedule(ONE_TOKEN, granule=1),
         )  # fmt: skip
         trainer.local = lambda: worker
         await dispatch.link.send(m.Assign(work=(work(1),)))
@@ -208,7 +208,7 @@ def test_a_trainer_uploads_damaged_files_again_and_goes_on() -> None:
     async def play(_: FakeDispatch, __: SimWorker, ___: VirtualLoop) -> None:
         trainer = LinkedTrainer(
             StepTime(fixed_s=1.0, each_s=1.0, update_s=3.0),
-            TokenSchedule(LogNormalLengths(median=1, sigma=0), granule=1, prompt_tokens=1, max_tokens=9),
+            TokenSchedule(ONE_TOKEN, granule=1),
         )  # fmt: skip
         trainer.attend = controller.attend
         trainer.start()
@@ -244,7 +244,7 @@ def test_flapping_worker_dials_again_with_its_weights() -> None:
         await asyncio.sleep(5)
 
     dispatch = simulate(play)
-    assert [(h.version, h.digest) for h in dispatch.hellos] == [(-1, ""), (3, "v3")]
+    assert [h.held for h in dispatch.hellos] == [{}, {"": (3, "v3")}]
 
 
 def test_newer_load_replaces_the_current_one() -> None:

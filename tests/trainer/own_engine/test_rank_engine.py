@@ -20,7 +20,7 @@ from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy
 from windfall.trainer.own_engine.trainer_engine import TrainerTurn
 from windfall.types import Request
 from windfall.weights.publish import Publisher
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights
 
 REQUEST = Request(id="1", prompt=(5, 9, 13), seed=7, max_tokens=400)
 
@@ -48,8 +48,7 @@ class Case:
         found = self.publisher.find(version)
         assert found is not None
         load = Load(version=version, digest=found.manifest.digest)
-        assert self.weights.pull(load).manifest is found.manifest
-        assert self.weights.tensors() is None
+        assert self.weights.pull(load) == PulledWeights(digest=found.manifest.digest)
         self.engine.swap(version)
 
     def steps(self, count: int) -> int:
@@ -137,23 +136,22 @@ def test_adapter_is_merged_into_the_base_each_time(models: list[Any]) -> None:
 def test_ranks_on_several_machines_copy_what_they_have_pulled(models: list[Any]) -> None:
     """Not while the next version is pulled into the same memory."""
     pulling, go_on = threading.Event(), threading.Event()
-    manifest = SimpleNamespace(version=3, base="", scale=1.0)
-    fake: Any = SimpleNamespace(held=manifest, bytes_received=7, tensors=models[0].state_dict)
+    copies: Any = PulledCopy(key="key")
 
-    def pull(load: Load, ask: Any, *, stop: threading.Event) -> Any:
+    def read(load: Load) -> Any:
         pulling.set()
         assert go_on.wait(60)
-        fake.held = SimpleNamespace(version=load.version, base="", scale=1.0)
-        return PulledFiles(manifest=fake.held)
+        copies._weights.held = SimpleNamespace(version=load.version, digest=load.digest, base="", scale=1.0)
+        return copies.held, 0.0
 
-    fake.pull = pull
-    copies = PulledCopy(fake)
+    copies._read, copies.tensors = read, models[0].state_dict
+    copies._weights.held = SimpleNamespace(version=3, base="", scale=1.0)
     with copies.reading(3) as weights:
         assert weights is not None
         assert set(weights) == set(models[0].state_dict())
     with copies.reading(2) as weights:
         assert weights is None
-    got: list[PulledFiles] = []
+    got: list[PulledWeights] = []
     load = Load(version=4, digest="d")
     thread = threading.Thread(target=lambda: got.append(copies.pull(load, stop=threading.Event())))
     thread.start()
@@ -164,4 +162,4 @@ def test_ranks_on_several_machines_copy_what_they_have_pulled(models: list[Any])
     thread.join(60)
     with copies.reading(4) as weights:
         assert weights is not None
-    assert (got[0].manifest.version, copies.bytes_received, copies.tensors()) == (4, 7, None)
+    assert got == [PulledWeights(digest="d")]

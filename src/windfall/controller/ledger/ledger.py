@@ -139,11 +139,6 @@ class Ledger:
         return len(self.entries)
 
     @property
-    def queue(self) -> deque[str]:
-        """The queue of the policy without a name."""
-        return self.queues[""]
-
-    @property
     def queued(self) -> int:
         """Number of responses that wait for a worker."""
         return sum(map(len, self.queues.values()))

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from windfall.controller.ledger.ledger import LedgerEntry
-from windfall.controller.scheduling.versions import Offer
 from windfall.link import messages as m
 
-__all__ = ["Offer", "fresh_seed", "work_frames"]
 FRAME_BYTES = 1 << 20
 """A frame of work ends before its prompts exceed this many bytes. A single longer prompt gets its own frame."""
 

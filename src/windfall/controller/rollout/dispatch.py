@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,14 +35,14 @@ from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.holding import BaseDemand, Holding
-from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.members import HeldPolicy, Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
-from windfall.controller.scheduling.versions import Offer, PolicyVersions, VersionWindow
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
-from windfall.link.base import BadFrame, Link, LinkClosed
+from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.recipe.sections import Techniques
 from windfall.types import Capabilities
 
@@ -204,20 +205,16 @@ class Dispatch:
         """The first policy."""
         return next(iter(self.versions.values()))
 
-    @property
-    def offer(self) -> Offer | None:
-        """The newest version of the first policy."""
-        return self.lead.offer
-
-    @property
-    def window(self) -> VersionWindow:
-        """That of the first policy."""
-        return self.lead.window
-
     def add_policy(self, versions: PolicyVersions, directory: Directory | None = None) -> None:
-        """One more policy, at any time. Workers that are here get it when they join again."""
-        self.versions[versions.name] = versions
-        self.weights.directories[versions.name] = directory or Directory(TrafficPrices())
+        """One more policy, at any time. Workers that are here get it if they have its base, and a free slot for it."""
+        name = versions.name
+        self.versions[name] = versions
+        self.weights.directories[name] = directory or Directory(TrafficPrices())
+        for member in self.members.here():
+            if member.base == versions.base and len(member.held) < _most_policies(member.engine, member.lends):
+                self.weights.add(member, name)
+                member.held[name] = HeldPolicy()
+        self._schedule_soon()
 
     def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None, *, policy: str = "") -> None:
         """The newest version of a policy, which workers load. `files`: what its trainer has published, unless all
@@ -269,16 +266,13 @@ class Dispatch:
         ]
 
     def _policies_for(self, hello: m.Hello, base: str) -> tuple[str, ...]:
-        """The policies that a worker with this base is to hold, the one that needs it most first. A lender, and an
-        engine without slots for adapters, holds one."""
+        """The policies that a worker with this base is to hold, as many as it can. First those that it has, then those
+        that need it most."""
         policies = self._bases()[base]
-        if len(policies) == 1:
-            return tuple(policies)
-        holders = Counter(policy for w in self.members.here() for policy in w.held)
-        policies.sort(key=lambda p: -len(self.ledger.queues[p]) / (1 + holders[p]))
-        if hello.lends or (hello.engine.name and not hello.engine.adapters):
-            return tuple([p for p in policies if p in hello.held] or policies)[:1]
-        return tuple(policies)
+        if len(policies) > 1:
+            holders = Counter(policy for w in self.members.here() for policy in w.held)
+            policies.sort(key=lambda p: (p not in hello.held, -len(self.ledger.queues[p]) / (1 + holders[p])))
+        return tuple(policies[: _most_policies(hello.engine, hello.lends)])
 
     async def attend(self, link: Link, hello: m.Hello, base: str | None = None) -> None:
         """Handle one worker from its Hello until it is gone. `base`: what `choose_base` has chosen for it."""
@@ -362,8 +356,9 @@ class Dispatch:
             return
         if not booted:
             self._join_s = now - member.joined_s
-        if len(member.held) > 1 and member.engine.name and not member.engine.adapters:
-            for policy in member.held.keys() - {message.policy}:  # it has no room for them
+        missing = [policy for policy, held in member.held.items() if held.version < 0]
+        if missing and len(member.held) - len(missing) >= _most_policies(member.engine, member.lends):
+            for policy in missing:  # it has no room for them
                 self.weights.leave(member, policy)
                 del member.held[policy]
         self.refusals.ready()
@@ -380,6 +375,8 @@ class Dispatch:
         self.ledger.engines[member.id] = member.engine.rounding
 
     def _accept(self, member: Member, frame: m.Tokens) -> None:
+        if strange := frame.versions.keys() - member.held.keys():
+            raise Malformed(f"has a version of policy {clip(min(strange))!r}, which it was not asked for")
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
         # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.
@@ -716,6 +713,12 @@ class Dispatch:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _most_policies(engine: Capabilities, lends: bool) -> int:
+    """How many policies a worker can hold: as many as its engine has slots for adapters. All, while that is not known;
+    one without such slots, and on a lender."""
+    return 1 if lends else max(1, engine.adapters) if engine.name else sys.maxsize
 
 
 class Outbox:

@@ -89,8 +89,9 @@ class Loading:
                 busy = ledger.running(member.id) > 0
                 if self._finish and busy and member.state is WorkerState.READY and not member.local:
                     continue
-                if self._goes_on(member, versions.name, busy):
-                    member.progress_s = now  # it goes on generating while it pulls
+                if self._goes_on(member, versions.name, busy):  # it generates while it pulls
+                    if not any(member.loads(held) for name, held in member.held.items() if name != versions.name):
+                        member.progress_s = now  # otherwise this load waits for that one
                 elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                     self._members.pull(member.id, now)
                     self._accounts.pulling(now, member.id)

@@ -237,7 +237,7 @@ class LocalGeneration:
         elif self._phase is Phase.NO_ENGINE:
             if len(self._dispatch.ledger):
                 self._start()
-        elif _paused(engines) and self._dispatch.ledger.queue and (why := self._why_alone()):
+        elif _paused(engines) and self._dispatch.ledger.queued and (why := self._why_alone()):
             self._events.instant("local_resumed", why=why)
             self._enter(self._step.generating)
             self._resume(engines)
@@ -401,7 +401,7 @@ class IdleGeneration(LocalGeneration):
 
     def _apply(self) -> None:
         """Pause or resume the trainer's engine, unless it is the only one that can generate."""
-        engines, queued = self._engines(), bool(self._dispatch.ledger.queue)
+        engines, queued = self._engines(), self._dispatch.ledger.queued > 0
         ready = any(e.state is WorkerState.READY for e in engines)
         if _paused(engines) and (self.generates or (queued and self._why_alone())):
             self._resume(engines)

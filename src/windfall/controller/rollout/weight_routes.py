@@ -73,6 +73,16 @@ class WeightRoutes:
             self.directories[policy].join(holder, hello.holds)
             self._pass_on(policy)
 
+    def add(self, member: Member, policy: str) -> None:
+        """The worker will hold one more policy, beside others on the same base."""
+        directory = self.directories[policy]
+        for other, held in member.held.items():
+            beside = self.directories[other]
+            if not directory.knows(member.id) and (holder := beside.holder(member.id)) is not None:
+                directory.join(holder)
+            if base := beside.base_of(held.digest):
+                directory.hold(member.id, base)
+
     def leave(self, member: Member, *policies: str) -> None:
         """The worker is gone, or no longer holds these policies."""
         for policy in policies or member.held:

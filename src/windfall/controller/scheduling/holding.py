@@ -17,8 +17,8 @@ a load of the weights, and often a new engine.
 
 Rules:
 - A worker that joins gets the base with the most responses per worker, and one without a worker first.
-- One worker switches if its new base still has more responses per worker than its old one after the switch, or if its
-  new base has responses and no worker, and its old one keeps a worker.
+- One worker switches if its new base has at least as many responses per worker as its old one after the switch, or if
+  its new base has responses and no worker, and its old one keeps a worker.
 - Demand swings within a step: first all responses are of one base, then all of another. So the same switch must be
   wanted at LOOKS looks in a row, LOOK_S apart, and none may have begun for JOINS times what a worker needs from its
   joining until it is ready.
@@ -91,4 +91,4 @@ def _wanted(demands: Sequence[BaseDemand]) -> tuple[str, str] | None:
         return None
     source = min(sources, key=lambda base: (base.workers == 1 and base.responses > 0, base.per_worker(-1)))
     keeps_one = target.workers == 0 and source.workers > 1
-    return (source.name, target.name) if keeps_one or target.per_worker(1) > source.per_worker(-1) else None
+    return (source.name, target.name) if keeps_one or target.per_worker(1) >= source.per_worker(-1) else None

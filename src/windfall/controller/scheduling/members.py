@@ -243,29 +243,9 @@ class Member:
         return self.lendable if self.in_use else 0
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        return tuple(self.held)
-
-    @property
     def first(self) -> HeldPolicy:
         """The first of its policies."""
         return next(iter(self.held.values()))
-
-    @property
-    def version(self) -> int:
-        return self.first.version
-
-    @property
-    def digest(self) -> str:
-        return self.first.digest
-
-    @property
-    def requested(self) -> tuple[int, str]:
-        return self.first.requested
-
-    @property
-    def failed(self) -> int:
-        return self.first.failed
 
     @property
     def loading(self) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.engine.drafts import Drafts, verify
-from windfall.engine.held_policies import PolicyWeights
 from windfall.engine.paged import PagedEngine
 from windfall.engine.pages import Pages
 from windfall.engine.scheduler import Launch, ScheduledRows, Scheduler, widest
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.watch import Watch
 from windfall.types import Capabilities, Chunk
+from windfall.weights.merged import MergedWeights
 
 if TYPE_CHECKING:
     from windfall.engine.torch.arena import TenantKV
@@ -96,7 +96,7 @@ class TorchEngine(PagedEngine):
         return chunks
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
-        keeps_base = weights is not None and PolicyWeights.of(weights).base is None
+        keeps_base = isinstance(weights, MergedWeights) and weights.base_is_loaded
         if not (self.capabilities.adapters and keeps_base):
             self._runner.forget_weights()
         super().swap(version, weights, policy=policy)

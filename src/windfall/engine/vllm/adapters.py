@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from windfall.engine.held_policies import PolicyWeights
 from windfall.errors import WindfallError
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
-from windfall.weights.merged import LORA_A, LORA_B, WEIGHT
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
@@ -43,16 +43,15 @@ class AdapterFolders:
         self.requests: dict[str, Any] = {}
         """vLLM's request of each policy that has an adapter."""
 
-    def replace(self, vllm: Any, policy: str, weights: PolicyWeights) -> None:
-        """Load the adapter of a policy. Raises WindfallError, and changes nothing, if vLLM refuses it."""
-        new = self._load(vllm, policy, weights) if weights.pairs else None
-        before = self.requests.pop(policy, None)
-        if before is not None:
-            self._old.append(before)
-        if new is not None:
-            self.requests[policy] = new
+    def replace(self, vllm: Any, policy: str, weights: MergedWeights, policies: Collection[str]) -> None:
+        """Load the adapter of a policy, one of these `policies`, which have adapters from now on. Raises WindfallError,
+        and changes nothing, if vLLM refuses it."""
+        new = {policy: self._load(vllm, policy, weights)} if weights.pairs else {}
+        kept = {name: lora for name, lora in self.requests.items() if name in policies and name != policy}
+        self._old += [lora for name, lora in self.requests.items() if name not in kept]
+        self.requests = kept | new
 
-    def _load(self, vllm: Any, policy: str, weights: PolicyWeights) -> Any:
+    def _load(self, vllm: Any, policy: str, weights: MergedWeights) -> Any:
         from vllm.lora.request import LoRARequest  # pyright: ignore
 
         self._count += 1

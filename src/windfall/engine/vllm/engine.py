@@ -35,12 +35,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
-from windfall.engine.held_policies import HeldPolicies, PolicyWeights
+from windfall.engine.held_policies import HeldPolicies
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.adapters import AdapterFolders
 from windfall.engine.vllm.checkpoint import WeightShapes
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
+from windfall.weights.merged import MergedWeights
 from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
 
 
@@ -186,16 +187,16 @@ class VllmEngine(Engine):
     def _swap_adapter(
         self, folders: AdapterFolders, version: int, weights: Mapping[str, Any] | None, policy: str
     ) -> None:
-        given = None if weights is None else PolicyWeights.of(weights)
-        number = self._policies.check(policy, version, given)
+        given = None if weights is None else MergedWeights.of(weights)
+        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._ids))
         if given is not None:
-            if given.base is not None:
+            if not given.base_is_loaded:
                 self.shapes.check(version, given.base)
-            folders.replace(self._vllm, policy, given)
-            if given.base is not None:
+            folders.replace(self._vllm, policy, given, numbers)
+            if not given.base_is_loaded:
                 self._load_all(version, given.base)
-        self._policies.numbers[policy] = number
-        self.versions = {**self.versions, policy: version}
+        self._policies.numbers = numbers
+        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
         self._restart(policy)
         folders.forget_old(self._vllm)
 

@@ -71,6 +71,27 @@ class SessionShape:
     observation_tokens: float = 1.0
     """Median length of an observation, in real tokens."""
     observation_sigma: float = 0.0
+    script: tuple[tuple[str, float], ...] = ()
+    """Roles in order, each with the probability that it follows. Empty: there are no roles."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether a conversation may have several turns."""
+        return self.turns > 1 or len({role for role, _ in self.script}) < len(self.script)
+
+    def follows(self, id_token: int, turn: int) -> str | None:
+        """The role that speaks in this turn of the response; None if the response has ended.
+
+        >>> shape = SessionShape(script=(("solver", 1.0), ("verifier", 1.0), ("solver:again", 0.0)))
+        >>> [shape.follows(7, turn) for turn in range(4)]
+        ['solver', 'verifier', None, None]
+        """
+        if not self.script:
+            return "" if turn < self.turn_count(id_token) else None
+        if turn >= len(self.script):
+            return None
+        role, probability = self.script[turn]
+        return role if turn == 0 or uniform(f"{id_token}/follows/{turn}") < probability else None
 
     def turn_count(self, id_token: int) -> int:
         if self.turns <= 1:

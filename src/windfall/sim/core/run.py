@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from windfall.controller.rollout.stream import Stopped
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import Clock, EventLog, Sink
+from windfall.link import messages as m
 from windfall.models.text import Text
 from windfall.sim.core import loop as loops
 from windfall.sim.core.link import SimLink
@@ -31,7 +32,7 @@ from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.acceptance import DraftAcceptance
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
-from windfall.sim.machines.linked_trainer import LinkedTrainer
+from windfall.sim.machines.linked_trainer import LinkedTrainer, SimBase
 from windfall.sim.machines.weight_store import WeightStore
 from windfall.sim.section import Sim
 from windfall.training import CheckpointState
@@ -57,37 +58,62 @@ class Simulation:
         self._sinks = sinks
         self._clock = clock
         self.token_schedule = TokenSchedule(
-            scenario.lengths,
+            {name: policy.tokens for name, policy in scenario.policies.items()},
             granule=scenario.granule,
-            prompt_tokens=s.prompt_tokens,
-            max_tokens=scenario.real.rollout.max_tokens,
             sessions=scenario.sessions,
             acceptance=_acceptance(s),
         )
         self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
-        w, net = recipe.weights, self.fleet.net
-        stores = [WeightStore(net=net, location="trainer", region=w.region, up_per_s=s.egress_bytes_per_s)]
-        if w.bucket:
-            stores.append(WeightStore(net=net, location=w.bucket, region=w.region))
-        facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
-        self.trainer = self.trainer_class(
-            scenario.trainer,
-            self.token_schedule,
-            stores,
-            weights_bytes=s.weights_bytes,
-            delta_bytes=s.delta_bytes,
-            save_s=s.save_s,
-            micro_tokens=recipe.train.micro_tokens,
-            facts={**facts, "machine": "simulated trainer"},
-        )
-        self.trainer.local = self.fleet.local
-        self.trainer.attend = self._attend_trainer
-        self.trainer.on_start = self.fleet.start_local
+        self.trainers: dict[str, LinkedTrainer] = {}
+        """By policy."""
+        turn = asyncio.Lock()
+        for name, policies in recipe.bases().items():
+            base = self._base(name, policies, turn if s.in_turns else asyncio.Lock())
+            self.trainers.update((policy, self._trainer(policy, base)) for policy in policies)
+        for policy, own in recipe.policies.items():
+            self.trainers[policy].original = self.trainers.get(own.copy_of)
         self.env: Any = SimEnv(
             seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s, sessions=scenario.sessions
         )
         self._reached = CheckpointState(step=0, next_task=0)
         self.life = self._start_controller()
+
+    def _base(self, name: str, policies: Sequence[str], turn: asyncio.Lock) -> SimBase:
+        recipe, s, net = self.scenario.recipe, self.scenario.real.sim, self.fleet.net
+        w, suffix = recipe.weights, f"-{name}" if name else ""
+        stores = [WeightStore(net=net, location=f"trainer{suffix}", region=w.region, up_per_s=s.egress_bytes_per_s)]
+        if w.bucket:
+            stores.append(WeightStore(net=net, location=f"{w.bucket}{suffix}", region=w.region))
+        shared = any(policy and recipe.of(policy).train.lora is not None for policy in policies) or len(policies) > 1
+        file = m.FileRef(digest=f"base of {name}", nbytes=round(s.weights_bytes)) if shared else None
+        return SimBase(name=name, stores=stores, turn=turn, file=file)
+
+    def _trainer(self, policy: str, base: SimBase) -> LinkedTrainer:
+        scenario, view, s = self.scenario, self.scenario.recipe.of(policy), self.scenario.real.sim
+        trainer = self.trainer_class(
+            scenario.policies[policy].trainer,
+            self.token_schedule,
+            base,
+            policy=policy,
+            frozen=bool(policy) and scenario.recipe.policies[policy].frozen,
+            weights_bytes=s.weights_bytes if base.file is None else s.adapter_bytes,
+            delta_bytes=s.delta_bytes if base.file is None else 0.0,
+            save_s=s.save_s,
+            micro_tokens=view.train.micro_tokens,
+            facts={
+                "device": "simulated", "granule": scenario.granule, "seed": view.run.seed,
+                "machine": "simulated trainer",
+            },
+        )  # fmt: skip
+        trainer.local = self.fleet.local
+        trainer.attend = self._attend_trainer
+        trainer.on_start = self.fleet.start_local
+        return trainer
+
+    @property
+    def trainer(self) -> LinkedTrainer:
+        """That of the first policy."""
+        return next(iter(self.trainers.values()))
 
     @property
     def dispatch(self) -> Dispatch:
@@ -106,7 +132,8 @@ class Simulation:
         self.life.stop.set()
 
     async def run(self) -> None:
-        self.trainer.start()
+        for trainer in self.trainers.values():
+            trainer.start()
         await run_until_first(self._run_controllers(), self.fleet.run(), self._guard())
 
     async def _run_controllers(self) -> None:
@@ -128,15 +155,19 @@ class Simulation:
         if s.seconds:
             loop = asyncio.get_running_loop()
             loop.call_later(max(0.0, s.seconds - loop.time()), self.stop)
-        text = SimText(max(2, round(s.prompt_tokens / self.scenario.granule)), self.scenario.granule)
+        g = self.scenario.granule
+        texts = {
+            name: SimText(max(2, round(policy.tokens.prompt_tokens / g)), g)
+            for name, policy in self.scenario.policies.items()
+        }
 
         def counters() -> dict[str, Any]:
             now_s = asyncio.get_running_loop().time()
-            self.fleet.follow(life.report.snapshot(step=0, now_s=now_s, ended=None))
+            self.fleet.follow(life.report.snapshot(steps={}, now_s=now_s, ended=None))
             return {"real_tokens": self.token_schedule.real_tokens}
 
         try:
-            self._reached = await life.steps(InProcess(self.env), lambda policy: cast(Text, text), counters)
+            self._reached = await life.steps(InProcess(self.env), lambda policy: cast(Text, texts[policy]), counters)
         except Stopped:  # stopped before the first step
             self._reached = life.state
 
@@ -159,7 +190,8 @@ class Simulation:
         """Detect a run that is stuck. Its periodic timers continue, so the loop sees no deadlock."""
         loop, last_progress, since_s = asyncio.get_running_loop(), (-1, -1), 0.0
         while True:
-            progress = (self.dispatch.ledger.counts.accepted, self.trainer.trained_tokens)
+            trained = sum(trainer.trained_tokens for trainer in self.trainers.values())
+            progress = (self.dispatch.ledger.counts.accepted, trained)
             if progress != last_progress:
                 last_progress, since_s = progress, loop.time()
             elif loop.time() - since_s > STUCK_S:

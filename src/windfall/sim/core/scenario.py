@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,10 +18,11 @@ from windfall.providers.trace_formats import Change
 from windfall.recipe.sections import Recipe
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths, SessionShape
-from windfall.sim.core.token_schedule import LengthDistribution
+from windfall.sim.core.token_schedule import LengthDistribution, PolicyTokens
 from windfall.sim.machines.decode import simulated
-from windfall.sim.section import Sim, SimKind
+from windfall.sim.section import Sim, SimKind, SimPolicy
 from windfall.step_time import StepTime
+from windfall.types import policy_of
 
 STEPS_PER_MEDIAN = 32
 """Number of simulated tokens in a response of median length, unless the recipe sets `sim.granule`."""
@@ -47,6 +48,13 @@ class MachineKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedPolicy:
+    base: str
+    trainer: StepTime
+    tokens: PolicyTokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     recipe: Recipe
     """The recipe that the controller gets. Its token limits are in simulated tokens."""
@@ -56,12 +64,13 @@ class Scenario:
     """Real tokens that one simulated token stands for."""
     quantum_s: float
     """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
-    trainer: StepTime
+    policies: Mapping[str, SimulatedPolicy]
+    base_services: Mapping[str, StepTime]
+    """By base: step times of workers that have it, if they differ from those of `worker`."""
     worker: MachineKind
     """The kind of machine of workers that stay for the whole run."""
     kinds: tuple[MachineKind, ...]
     """Kinds of the machines in the trace, assigned in turn."""
-    lengths: LengthDistribution
     changes: tuple[Change, ...]
     trace_s: float
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
@@ -70,10 +79,23 @@ class Scenario:
     rules: Rules = OWN_RULES
     """What the controller decides by."""
 
+    @property
+    def lead(self) -> SimulatedPolicy:
+        """The first policy."""
+        return self.policies[self.real.names()[0]]
+
+    @property
+    def longest(self) -> int:
+        """Real tokens of the longest conversation, prompt included."""
+        return max(p.tokens.prompt_tokens + p.tokens.max_tokens for p in self.policies.values())
+
 
 def build(recipe: Recipe) -> Scenario:
     s, t = recipe.sim, recipe.trace
-    granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
+    _check_policies(recipe)
+    views = {name: of_policy(s, name) for name in recipe.names()}
+    granule = s.granule or max(1, round(min(view.median_tokens for view in views.values()) / STEPS_PER_MEDIAN))
+    bases = {name: base for base, names in recipe.bases().items() for name in names}
     if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers):
         what = "nothing could be generated: fleet.local is off, and there are no workers"
         raise WindfallError(what, where="fleet", fix="Set trace.nodes or fleet.workers.")
@@ -85,14 +107,67 @@ def build(recipe: Recipe) -> Scenario:
     return Scenario(
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
-        trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s),
+        policies={name: _policy(recipe, name, view, bases[name]) for name, view in views.items()},
+        base_services={
+            bases[name]: service(view.worker, f"sim.policies.{name}.worker")
+            for name, view in views.items() if view.worker != s.worker
+        },
+        worker=worker, kinds=kinds, changes=tuple(changes(recipe)), sessions=sessions(s, recipe.names()),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
     )  # fmt: skip
 
 
-def sessions(s: Sim) -> SessionShape:
+def of_policy(s: Sim, policy: str) -> Sim:
+    """The section as this policy sees it: with the keys of its own section."""
+    own = s.policies.get(policy, SimPolicy())
+    keys = {
+        key: value for key in ("median_tokens", "sigma", "prompt_tokens") if (value := getattr(own, key)) is not None
+    }
+    return s.model_copy(
+        update={
+            "trainer": {**s.trainer, **own.trainer},
+            "worker": {**s.worker, **own.worker} if own.worker else s.worker,
+            **keys,
+        }
+    )
+
+
+def _policy(recipe: Recipe, name: str, own: Sim, base: str) -> SimulatedPolicy:
+    """`own`: the section [sim] as the policy sees it."""
+    tokens = PolicyTokens(
+        lengths=_lengths(own), prompt_tokens=own.prompt_tokens, max_tokens=recipe.of(name).rollout.max_tokens
+    )
+    where = f"sim.policies.{name}.trainer" if recipe.sim.trainer != own.trainer else "sim.trainer"
+    return SimulatedPolicy(base=base, trainer=service(own.trainer, where), tokens=tokens)
+
+
+def _check_policies(recipe: Recipe) -> None:
+    s, names = recipe.sim, recipe.names()
+    for name in s.policies:
+        if name not in recipe.policies:
+            raise WindfallError(f"unknown policy {name!r}", where="sim.policies", fix=nearest(name, recipe.policies))
+    roles = [policy_of(role) for role, _ in s.script]
+    for name in roles:
+        if name not in names:
+            raise WindfallError(f"unknown policy {name!r}", where="sim.script", fix=nearest(name, names))
+    silent = [name for name in names if roles and name not in roles and recipe.is_trained(name)]
+    if silent:
+        fix = "Add a role of this policy, or set `frozen` for it."
+        raise WindfallError(f"{silent[0]!r} is trained, but says nothing", where="sim.script", fix=fix)
+    if s.turns > 1 and (s.script or recipe.policies):
+        raise WindfallError("sim.turns is for one role", where="sim", fix="Give all turns in sim.script.")
+    if s.kinds and any(own.worker for own in s.policies.values()):
+        fix = "Remove sim.kinds or `worker` of the policies."
+        raise WindfallError("machines of a kind have the same speed for all policies", where="sim.policies", fix=fix)
+    for base, policies in recipe.bases().items():
+        if len({tuple(sorted(of_policy(s, name).worker.items())) for name in policies}) > 1:
+            fix = f"Give {' and '.join(policies)} the same `worker`: one engine has all of them."
+            raise WindfallError("policies on one base differ in their workers", where=f"sim.policies.{base}", fix=fix)
+
+
+def sessions(s: Sim, policies: Sequence[str] = ("",)) -> SessionShape:
     return SessionShape(
+        script=tuple(s.script) or tuple((name, 1.0) for name in policies if name),
         turns=s.turns, env_s=s.env_s, env_sigma=s.env_sigma, observation_tokens=s.observation_tokens,
         observation_sigma=s.observation_sigma,
     )  # fmt: skip
@@ -116,9 +191,23 @@ def with_keys(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]]) -> Reci
 
 def scaled(recipe: Recipe, granule: int) -> Recipe:
     """Convert the recipe's token limits from real to simulated tokens."""
-    micro_tokens = max(1, round((recipe.train.micro_tokens or MICRO_TOKENS) / granule))
-    max_tokens = simulated(recipe.rollout.max_tokens, granule)
-    return with_keys(recipe, {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}})
+
+    def simulated_limits(keys: Mapping[str, Any]) -> dict[str, int]:
+        out = {}
+        if "max_tokens" in keys:
+            out["max_tokens"] = simulated(keys["max_tokens"], granule)
+        if "micro_tokens" in keys:
+            out["micro_tokens"] = max(1, round((keys["micro_tokens"] or MICRO_TOKENS) / granule))
+        return out
+
+    policies = {
+        name: own.model_copy(
+            update={key: {**getattr(own, key), **simulated_limits(getattr(own, key))} for key in ("rollout", "train")}
+        )
+        for name, own in recipe.policies.items()
+    }
+    limits = {key: simulated_limits(dict(getattr(recipe, key))) for key in ("rollout", "train")}
+    return with_keys(recipe, limits).model_copy(update={"policies": policies})
 
 
 def service(keys: dict[str, float], where: str) -> StepTime:
@@ -136,7 +225,7 @@ def service(keys: dict[str, float], where: str) -> StepTime:
     if missing:
         fix = "`windfall sim calibrate` prints them from a measurement; docs/sim.md explains them."
         raise WindfallError(f"{' and '.join(missing)} must be above 0", where=where, fix=fix)
-    if where == "sim.trainer" and not keys.get("train_s"):
+    if where.endswith("trainer") and not keys.get("train_s"):
         raise WindfallError("train_s must be above 0", where=where, fix="Give the seconds per trained token.")
     return StepTime(**keys)
 

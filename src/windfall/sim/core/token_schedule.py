@@ -9,6 +9,8 @@ A response with several turns (draws.py) is a sequence of rows: one per turn, wh
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -30,18 +32,26 @@ class LengthDistribution(Protocol):
     def draw(self, seed: int, group: int = 0) -> int: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTokens:
+    """What a policy generates, in real tokens."""
+
+    lengths: LengthDistribution
+    """With several turns, those of turns."""
+    prompt_tokens: int
+    max_tokens: int
+
+
 class TokenSchedule:
     def __init__(
-        self, lengths: LengthDistribution, *, granule: int, prompt_tokens: int, max_tokens: int,
-        sessions: SessionShape | None = None, acceptance: DraftAcceptance | None = None,
+        self, policies: Mapping[str, PolicyTokens], *, granule: int, sessions: SessionShape | None = None,
+        acceptance: DraftAcceptance | None = None,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` and `max_tokens` are in real tokens. With several turns, `lengths` are those of turns.
-        `acceptance`: of drafts from siblings; None: no engine drafts."""
+        """`acceptance`: of drafts from siblings; None: no engine drafts."""
         self.acceptance = acceptance
         self._begun: set[int] = set()
         """Seeds of the responses that have begun, if engines draft."""
-        self.granule, self._sessions = granule, sessions or SessionShape()
-        self._lengths, self.prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
+        self.policies, self.granule, self._sessions = policies, granule, sessions or SessionShape()
         self._generated: dict[int, tuple[int, int]] = {}
         """By seed, for unfinished turns that no worker holds: where the turn begins (`DecodeRow.base`), and the real
         tokens of it generated so far."""
@@ -53,23 +63,24 @@ class TokenSchedule:
 
     def row(self, work: Work) -> tuple[DecodeRow, int]:
         """The row that an engine starts from, and the group that the prompt belongs to."""
-        g = self.granule
+        g, own = self.granule, self.policies[work.policy]
         prompt_and_sent = array("I", work.prompt)
         prompt = prompt_and_sent[: len(prompt_and_sent) - work.position]
         number = array("I", [id for id in prompt if id != FILLER])  # the padding depends on the granule
         group = xxhash.xxh3_64_intdigest(number.tobytes())
         base, before, drawn = self._turn(work, group)
         left = work.position + work.max_tokens - base
-        limit = left * g if base else self._max_tokens
+        limit = own.max_tokens if left == simulated(own.max_tokens, g) else left * g
         length, early = min(drawn, limit), work.seed % g
         known_base, known = self._generated.get(work.seed, (0, 0))
         known = known if known_base == base else 0
         last = min(simulated(length, g), left)
         sent = min((known + early) // g, last - 1)
         row = DecodeRow(
-            handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=self.prompt_tokens + before,
+            handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=own.prompt_tokens + before,
             generated=known if sent == work.position - base else (work.position - base) * g, length=length,
             cut=drawn >= limit, sent=work.position - base, early=early, base=base, last=last, group=group,
+            policy=work.policy,
         )  # fmt: skip
         if self.acceptance is not None and work.seed not in self._begun:
             self._begun.add(work.seed)
@@ -80,14 +91,15 @@ class TokenSchedule:
         """The turn that this work belongs to: where it begins, in simulated tokens; the real tokens before it, without
         the prompt; and its drawn length in real tokens."""
         turn = base = before = 0
-        drawn, id_token = self._lengths.draw(work.seed, group), id_token_of(work.seed)
-        while self._sessions.turns > 1:
+        lengths = self.policies[work.policy].lengths
+        drawn, id_token = lengths.draw(work.seed, group), id_token_of(work.seed)
+        while self._sessions.continues:
             observed = self._sessions.observation(id_token, turn)
             end = base + simulated(drawn, self.granule) + -(-observed // self.granule)
             if work.position < end:
                 break
             turn, base, before = turn + 1, end, before + drawn + observed
-            drawn = self._lengths.draw(turn_seed(work.seed, turn), group)
+            drawn = lengths.draw(turn_seed(work.seed, turn), group)
         return base, before, drawn
 
     def stopped(self, row: DecodeRow) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +71,7 @@ class DecodeRow:
     last: int = 0
     """Simulated tokens of the whole turn; 0: as many as follow from its length."""
     group: int = 0
+    policy: str = ""
 
 
 class Decode:
@@ -109,6 +110,12 @@ class Decode:
     def context(self) -> int:
         """Context tokens of all running responses together."""
         return self._context_base + len(self._ends) * self._steps
+
+    def prefill_again(self, policy: str) -> None:
+        """New weights of this policy: before the next step, the context of its running responses is prefilled."""
+        rows = (self.rows[handle] for handle in self._admitted)
+        more = sum(self._end(row)[1] + self._steps for row in rows if row.policy == policy)
+        self.prefill = min(self.context, self.prefill + more)
 
     def add(self, row: DecodeRow, prefill: int) -> None:
         assert row.handle not in self.rows, f"handle {row.handle} is already in the batch"
@@ -238,8 +245,9 @@ class Decode:
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
             self._new_rows.clear()
 
-    def frame(self, version: int) -> tuple[Tokens | None, list[DecodeRow]]:
-        """The tokens that are new for the controller, and the responses that ended and left the batch."""
+    def frame(self, versions: Mapping[str, int]) -> tuple[Tokens | None, list[DecodeRow]]:
+        """The tokens that are new for the controller, and the responses that ended and left the batch. `versions`: of
+        the weights, by policy."""
         self._fill_columns()
         c, now = self._columns, self._steps
         upto, over = np.minimum((c[GENERATED] + now) // self.granule, c[LAST] - 1), None
@@ -259,6 +267,7 @@ class Decode:
             begin = sent == 0
             tokens[(ends - counts)[begin]] = c[ID_TOKEN][rows][begin]
         handles = c[HANDLE][rows].tolist()
+        policies = dict.fromkeys(self.rows[handle].policy for handle in handles) if any(versions) else ()
         finished: dict[int, Finish] = {}
         ended: list[DecodeRow] = []
         if over is not None:
@@ -274,7 +283,8 @@ class Decode:
         if self.kv_tokens:
             self._fit_cache()
         return Tokens(
-            version=version, handles=tuple(handles), positions=tuple(sent.tolist()),
+            version=0 if policies else versions.get("", -1), versions={p: versions[p] for p in policies},
+            handles=tuple(handles), positions=tuple(sent.tolist()),
             counts=() if len(tokens) == len(handles) else tuple(counts.tolist()), tokens=tokens.tobytes(),
             logprobs=LOGPROB * len(tokens), finished=finished,
         ), ended  # fmt: skip

@@ -1,16 +1,21 @@
 """A simulated environment: tasks are numbers, rewards are drawn by seed after a fixed time; there is no tokenizer. With
-several turns, it answers each of them but the last with an observation, after a drawn time (core/draws.py)."""
+several turns, it answers each of them but the last with an observation, after a drawn time (core/draws.py). With roles,
+the script says who speaks next, and every role that spoke gets a reward of its own. The conversation of every role but
+the first begins with a prompt that no other response has."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from windfall.sim.core.draws import SessionShape, uniform
 from windfall.sim.machines.decode import FILLER, OBSERVED, STOP
 from windfall.types import Feedback, Task, Turn
 
 BASE = 1 << 20
+NUMBER_BITS = 32
+"""The prompt of a conversation that a response begins has the number of that response in its low bits."""
 
 
 class SimEnv:
@@ -19,18 +24,33 @@ class SimEnv:
         self._sessions = sessions or SessionShape()
 
     def task(self, index: int) -> Task:
-        return Task(id=f"sim/{index}", prompt=str(index))
+        role = self._sessions.follows(index, 0)
+        return Task(id=f"sim/{index}", prompt=str(index), role=role or "")
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        """A reward of 0 or 1, the same for the same response in every variant."""
-        reward = float(uniform(f"{self._seed}/{task.id}/{turns[0].text}") < self._mean)
-        id_token, turn = int(turns[0].text), len(turns) - 1
-        if len(turns) < self._sessions.turn_count(id_token):
-            await asyncio.sleep(self._sessions.seconds(id_token, turn))
-            return Feedback(observation=str(self._sessions.observation(id_token, turn)), reward=reward)
+        """The next observation, or the rewards."""
+        id_token, first = int(turns[0].text), turns[0].text
+        own = [turn for turn in turns if turn.role]
+        grade: dict[str, Any] = {"reward": self.reward(task.id, "", first)}
+        if own:
+            grade = {"rewards": {turn.role: self.reward(task.id, turn.role, first) for turn in own}}
+        role = self._sessions.follows(id_token, len(turns))
+        if role is not None:
+            await asyncio.sleep(self._sessions.seconds(id_token, len(turns) - 1))
+            said = [turn for turn in turns if turn.role == role]
+            if said:
+                observation = self._sessions.observation(int(said[0].text), len(said) - 1)
+            else:
+                observation = id_token + (len(turns) << NUMBER_BITS)
+            return Feedback(observation=str(observation), role=role, **grade)
         if self._reward_s:
             await asyncio.sleep(self._reward_s)
-        return Feedback(reward=reward)
+        return Feedback(**grade)
+
+    def reward(self, task: str, role: str, response: str) -> float:
+        """0 or 1, the same for the same response in every variant. `response`: the text of its first turn."""
+        name = f"{self._seed}/{task}/{response}"
+        return float(uniform(f"{name}/{role}" if role else name) < self._mean)
 
 
 class SimText:

@@ -63,7 +63,6 @@ class SimFleet:
         self._autoscaler = worker_sources.autoscaler(scenario.real, elsewhere=False)
         self._own_workers: dict[str, SimWorker | float] = {}
         """Workers that are not in the trace, by name. A number is the time at which the worker started to boot."""
-        self._snapshots = 0
 
     def local(self) -> SimWorker | None:
         return self.workers.get(LOCAL)
@@ -94,7 +93,7 @@ class SimFleet:
         if f.local:
             lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
             spec = WorkerSpec(
-                name=LOCAL, lease=lease, service=self._scenario.trainer, slots=s.trainer_slots,
+                name=LOCAL, lease=lease, service=self._scenario.lead.trainer, slots=s.trainer_slots,
                 heartbeat_s=f.heartbeat_s, quantum_s=self._scenario.quantum_s, make_link=self.make_link,
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
@@ -109,6 +108,8 @@ class SimFleet:
             up_per_s=min(s.ingress_bytes_per_s, limit or math.inf), down_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._scenario.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._scenario.quantum_s, make_link=self.make_link,
+            bases={name: policy.base for name, policy in self._scenario.policies.items()},
+            base_services={base: self._service(node, s) for base, s in self._scenario.base_services.items()},
         )  # fmt: skip
 
     def _service(self, node: str, worker: StepTime) -> StepTime:
@@ -143,10 +144,9 @@ class SimFleet:
         """Autoscale the recipe's own workers, as the supervisor does. `snapshot`: the fleet after a step."""
         if not self._scenario.real.fleet.workers_max:
             return
-        self._snapshots += 1
         running = {name for name, worker in self._own_workers.items() if isinstance(worker, SimWorker)}
         now_s = asyncio.get_running_loop().time()
-        changes = self._autoscaler.update({**snapshot, "step": self._snapshots}, {"local": running}, now_s)
+        changes = self._autoscaler.update(snapshot, {"local": running}, now_s)
         if "local" in changes:
             self._scale_to(changes["local"])
 
@@ -186,8 +186,7 @@ class SimFleet:
 
 def longest(scenario: Scenario, kv_tokens: int) -> int:
     """Longest response, in simulated tokens, that fits into this KV cache. 0: every length that the recipe allows."""
-    real = scenario.real
-    if not kv_tokens or kv_tokens >= real.sim.prompt_tokens + real.rollout.max_tokens:
+    if not kv_tokens or kv_tokens >= scenario.longest:
         return 0
     return max(1, kv_tokens // scenario.granule)
 

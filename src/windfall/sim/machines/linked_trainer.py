@@ -1,14 +1,15 @@
 """A simulated trainer, with its end of a link: trainer/service.py in virtual time. It counts real tokens.
 
 One machine trains and, as the worker `local`, generates, but never both at once: a decode step or training order that
-has started is completed first.
+has started is completed first. Each policy has a trainer of its own. Those of one base are on one machine, train in
+turn, and have one server of weights (`SimBase`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from windfall.link import messages as m
@@ -31,24 +32,50 @@ class SimWeights:
     digest: str
 
 
+@dataclass(kw_only=True, slots=True)
+class SimBase:
+    """The machine that trains all policies on one base."""
+
+    name: str = ""
+    stores: Sequence[WeightStore] = ()
+    """Its own, and the bucket's if there is one."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it computes."""
+    file: m.FileRef | None = None
+    """The base, if policies on it are adapters or not trained."""
+    trainers: list[LinkedTrainer] = field(default_factory=list)
+    """One for each policy."""
+
+    def serve(self) -> None:
+        """Serve what the policies have published."""
+        for store in self.stores:
+            store.hold(dict.fromkeys(file for trainer in self.trainers for file in trainer.files))
+
+
 class LinkedTrainer:
     def __init__(
         self,
         service: StepTime,
         token_schedule: TokenSchedule,
-        stores: Sequence[WeightStore] = (),
+        base: SimBase | None = None,
         *,
+        policy: str = "",
+        frozen: bool = False,
         weights_bytes: float = 0.0,
         delta_bytes: float = 0.0,
         save_s: float = 0.0,
         micro_tokens: int = 0,
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`stores`: its own, and the bucket's if there is one."""
+        """`frozen`: the policy only answers, with the weights of the base. `weights_bytes`: of one version."""
+        self.policy, self.base = policy, base or SimBase()
+        self.original: LinkedTrainer | None = None
+        """The trainer whose weights this one copies."""
         self._service = service
         self._token_schedule = token_schedule
-        self._stores, self._weights_bytes, self._delta_bytes = stores, round(weights_bytes), round(delta_bytes)
-        self._files: list[m.FileRef] = []
+        self._weights_bytes, self._delta_bytes = round(weights_bytes), round(delta_bytes)
+        self._named = f"{policy} " if policy else ""
+        self.files: list[m.FileRef] = []
         """Files that can be read."""
         self._save_s = save_s
         self._micro_tokens = micro_tokens
@@ -61,7 +88,9 @@ class LinkedTrainer:
         self.trained_tokens = 0
         """Real tokens trained on so far."""
         self.starts = 0
-        self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
+        digest = self.base.file.digest if frozen and self.base.file is not None else f"{self._named}v0"
+        self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest=digest)
+        self.base.trainers.append(self)
         self._began_s = 0.0
         self._link: SimLink | None = None
         self._process: asyncio.Task[None] | None = None
@@ -71,10 +100,10 @@ class LinkedTrainer:
     def start(self, began_s: float = 0.0) -> None:
         self.starts += 1
         self._began_s = began_s
-        self._files = []
+        self.files = []
         self._serve_files()
         self.on_start(began_s)
-        self._process = asyncio.get_running_loop().create_task(self._run(), name="trainer")
+        self._process = asyncio.get_running_loop().create_task(self._run(), name=f"trainer {self.policy}".strip())
 
     def cut(self, why: str) -> None:
         """Close the link."""
@@ -95,7 +124,7 @@ class LinkedTrainer:
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", **asdict(w.state), micro_tokens=self._micro_tokens, model="",
             engine=ENGINE, version=w.state.step, digest=w.digest, weights=self._published_files(),
-            facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts},
+            facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts}, policy=self.policy,
         )  # fmt: skip
         assert self.attend is not None, "attend is not set"
         self._attending = loop.create_task(self.attend(link, hello), name="attend trainer")
@@ -146,9 +175,10 @@ class LinkedTrainer:
         return m.Optimized(report=asdict(Report(tokens=sum(len(s.targets) for s in part), responses=len(part))))
 
     def _publish(self) -> m.PublishedVersion:
-        state = self._completed
+        state = self._completed if self.original is None else self.original.weights.state
         assert state is not None, "no step is complete"
-        digest = f"v{state.step}" if self.starts < 2 else f"v{state.step} of process {self.starts}"
+        digest = f"{self._named}v{state.step}"
+        digest = digest if self.starts < 2 else f"{digest} of process {self.starts}"
         before, self.weights = self.weights.digest, SimWeights(state=state, digest=digest)
         self._drop_samples()
         self._serve_files(before)
@@ -156,23 +186,25 @@ class LinkedTrainer:
 
     def _serve_files(self, before: str = "") -> None:
         """Serve the new copy, the one before it, and deltas of together at most half a copy."""
-        copies, deltas = [f for f in self._files if not f.after], [f for f in self._files if f.after]
-        copies.append(m.FileRef(digest=self.weights.digest, nbytes=self._weights_bytes))
+        base = [] if self.base.file is None else [self.base.file]
+        copies, deltas = [f for f in self.files if not f.after and f not in base], [f for f in self.files if f.after]
+        before_it = base[0].digest if base else ""
+        if self.weights.digest != before_it:
+            copies.append(m.FileRef(digest=self.weights.digest, nbytes=self._weights_bytes, before=before_it))
         if before and self._delta_bytes:
             name = f"{before} to {self.weights.digest}"
             delta = m.FileRef(digest=name, nbytes=self._delta_bytes, before=before, after=self.weights.digest)
             most = min(MAX_DELTAS, max(1, self._weights_bytes // (2 * self._delta_bytes)))
             deltas = [*deltas, delta][-most:]
-        self._files = [*copies[-2:], *deltas]
-        for store in self._stores:
-            store.hold(self._files)
+        self.files = [*base, *copies[-2:], *deltas]
+        self.base.serve()
 
     def _published_files(self) -> m.PublishedFiles:
-        holds = tuple(m.Holding(file=file) for file in self._files)
+        holds, stores = tuple(m.Holding(file=file) for file in self.files), self.base.stores
         return m.PublishedFiles(
-            version=self.weights.state.step, digest=self.weights.digest, files=tuple(self._files),
-            holders=tuple(m.HolderFiles(location=store.location, holds=holds) for store in self._stores),
-            bucket=self._stores[-1].location if len(self._stores) > 1 else "",
+            version=self.weights.state.step, digest=self.weights.digest, files=tuple(self.files),
+            holders=tuple(m.HolderFiles(location=store.location, holds=holds) for store in stores),
+            bucket=stores[-1].location if len(stores) > 1 else "",
         )  # fmt: skip
 
     def _drop_samples(self) -> None:
@@ -185,14 +217,15 @@ class LinkedTrainer:
     async def _work(self, seconds: float) -> None:
         if seconds <= 0:
             return
-        local = self.local()
-        if local is not None:
-            await local.pause_for_training()
-        try:
-            await asyncio.sleep(seconds)
-        finally:
+        async with self.base.turn:
+            local = self.local()
             if local is not None:
-                local.resume_after_training()
+                await local.pause_for_training()
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                if local is not None:
+                    local.resume_after_training()
 
     def _real_tokens(self, samples: tuple[Sample, ...]) -> int:
         """Real tokens of these samples. The first token of a response identifies it."""

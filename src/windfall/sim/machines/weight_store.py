@@ -62,6 +62,8 @@ class WeightStore:
     down_per_s: float = math.inf
     files: dict[str, tuple[m.FileRef, Flow | None]] = field(default_factory=dict)
     """By digest: the file, and the flow that fills it. None: it is complete."""
+    policies: dict[str, str] = field(default_factory=dict)
+    """By digest of a file that was read: the policy of its load. The base of adapters belongs to none."""
     withdrawn: set[str] = field(default_factory=set)
     """Files that it had, and has no more."""
     readers: dict[WeightReading, None] = field(default_factory=dict)
@@ -115,11 +117,18 @@ class WeightReading:
         """When it began with this source (loop time, seconds), and the bytes that were missing then."""
         self._timer: asyncio.TimerHandle | None = None
         whole = any(not each.file.after for each in load.files)
-        self._copies = [] if whole else [file for file in store.complete if not file.after]
+        own = [f for f in store.complete if not f.after and store.policies.get(f.digest) == load.policy]
+        self._copies = [] if whole else own
         """What deltas will be applied to. It is there again if they do not arrive."""
         if load.files:  # the old copy is overwritten
+            others = [file for file in store.complete if not file.after and file not in own]
             deltas = [file for file in store.complete if file.after][-MAX_DELTAS:]
-            store.hold(deltas, [(each.file, self._new_flow(each.file.nbytes)) for each in load.files])
+            store.hold([*others, *deltas], [(each.file, self._new_flow(each.file.nbytes)) for each in load.files])
+            bases = {each.file.before for each in load.files if not each.file.after}
+            self._belong(*(each.file.digest for each in load.files if each.file.digest not in bases))
+
+    def _belong(self, *files: str) -> None:
+        self._store.policies.update(dict.fromkeys(files, self._load.policy))
 
     @property
     def digest(self) -> str:
@@ -201,7 +210,8 @@ class WeightReading:
         """Ask for another route, and again until there is one."""
         self._leave(why)
         received = int(self._flow.count_bytes - self._flow.left_bytes)
-        self._ask(m.AskRoute(file=self.digest, used=tuple(self.used), received=received))
+        used, policy = tuple(self.used), self._load.policy
+        self._ask(m.AskRoute(file=self.digest, used=used, received=received, policy=policy))
         self.used = []
         self._call_later(ASK_AGAIN_S)
 
@@ -216,4 +226,5 @@ class WeightReading:
         if not self._left:
             copy = m.FileRef(digest=self._load.digest, nbytes=0)
             self._store.files.setdefault(copy.digest, (copy, None))
+            self._belong(copy.digest)
         self.read()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from windfall.link import messages as m
@@ -57,6 +57,10 @@ class WorkerSpec:
     make_link: Callable[..., SimLink] = SimLink
     lends: bool = False
     """It serves requests of its own first (lender.py)."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """The base of each policy. It has one base at a time, and all policies on it."""
+    base_services: Mapping[str, StepTime] = field(default_factory=dict)
+    """By base: step times that differ from `service`."""
 
 
 class _Swap(NamedTuple):
@@ -78,10 +82,10 @@ class SimWorker:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
-        acceptance = None if spec.lends else token_schedule.acceptance  # a lender drafts nothing
-        self._decode = Decode(spec.service, token_schedule.granule, kv_tokens=spec.kv_tokens, acceptance=acceptance)
-        self._held: tuple[int, str] = (-1, "")
-        """Version and digest of its weights."""
+        self._held: dict[str, tuple[int, str]] = {}
+        """By policy: version and digest of its weights."""
+        self._base = ""
+        self._decode = self._new_engine()
         self.link: SimLink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = 0.0
@@ -96,13 +100,23 @@ class SimWorker:
             down_per_s=spec.down_per_s,
         )
         self._reading: WeightReading | None = None
-        self._prompts: set[int] = set()
+        self._loads: dict[str, m.Load] = {}
+        """By policy: loads that wait for the one of another policy."""
+        self._loading = ""
+        """The policy of the current load, or of the last one."""
+        self._prompts: dict[str, set[int]] = {}
+        """By policy: groups whose prompt is in the KV cache."""
         self._cache = PrefixCache(spec.kv_tokens)
         self._reused = self._prefilled = self._lookups = self._hits = 0
         self._sent_tokens = self._steps = 0
         self._pulled_bytes = 0.0
         """Bytes of all loads before the current one."""
         self._attending: asyncio.Task[None] | None = None
+
+    def _new_engine(self) -> Decode:
+        service = self.spec.base_services.get(self._base, self.spec.service)
+        acceptance = None if self.spec.lends else self._token_schedule.acceptance  # a lender drafts nothing
+        return Decode(service, self._token_schedule.granule, kv_tokens=self.spec.kv_tokens, acceptance=acceptance)
 
     # start, failures and end
 
@@ -113,7 +127,7 @@ class SimWorker:
         self.link = self.spec.make_link(self.spec.name, self._receive, self._link_closed, self.spec.latency_s)
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease,
-            held={} if self._held[0] < 0 else {"": self._held}, age_s=now - self._started_s, lends=self.spec.lends,
+            held=dict(self._held), age_s=now - self._started_s, lends=self.spec.lends,
             location="" if self.store is None or self.spec.lends else self.store.location, own_address=self.spec.name,
             holds=tuple(m.Holding(file=file) for file in self.store.complete) if self.store is not None else (),
         )  # fmt: skip
@@ -155,6 +169,7 @@ class SimWorker:
         self._drop_all()
         self._cache.clear()
         self._stop_reading()
+        self._loads.clear()
         self._paused = False
         self._orders = [o for o in self._orders if isinstance(o, _PauseForTraining)]
         if self._orders:  # its engine is idle, so it can pause at once
@@ -182,7 +197,7 @@ class SimWorker:
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         evictions=d.preemptions, waiting=len(d.waiting),
-                        loading="pull" if self._reading is not None else "",
+                        loading="pull" if self._reading is not None else "", policy=self._loading,
                         pulled_bytes=round(self._pulled_bytes + received), reused_tokens=self._reused,
                         prefilled=self._prefilled, lookups=self._lookups, hits=self._hits)
             )  # fmt: skip
@@ -198,7 +213,7 @@ class SimWorker:
                 self.finished = True
                 self._disconnect(message.why)
             case m.Routed():
-                if self._reading is not None:
+                if self._reading is not None and message.policy == self._loading:
                     self._reading.routed(message)
             case m.SiblingTokens():
                 pass  # what a draft saves is part of the simulated speed
@@ -209,8 +224,19 @@ class SimWorker:
         if any(isinstance(order, _Swap) for order in self._orders):  # the weights must not change before they are used
             self._queue_order(load)
             return
+        self._loads.pop(load.policy, None)
+        if self._reading is not None and load.policy != self._loading:
+            self._loads[load.policy] = load
+            return
         self._stop_reading()  # superseded by a newer version
-        began_s = self._loop.time()
+        self._loading, began_s = load.policy, self._loop.time()
+        if self._base != (base := self.spec.bases.get(load.policy, "")):
+            self._base = base
+            self._decode = self._new_engine()
+            for known in (self._held, self._prompts, self._cache):
+                known.clear()
+            if self.store is not None:
+                self.store.hold([])
         if self.store is None:
             self._queue_order(_Swap(load, began_s, None))
             return
@@ -264,7 +290,7 @@ class SimWorker:
             case m.Drain():
                 self._drop_all()
                 self._send(m.Left(why=order.why))
-                self.finished = True
+                self.finished = not order.again
             case _Swap():
                 self._swap(order)
             case m.Load():
@@ -282,9 +308,10 @@ class SimWorker:
         row, group = self._token_schedule.row(work)
         context = row.prompt + row.generated
         there = self._cache.take(row.seed)
-        if group in self._prompts:  # siblings share the KV pages of their prompt
-            there = max(there, self._token_schedule.prompt_tokens)
-        self._prompts.add(group)
+        prompts = self._prompts.setdefault(row.policy, set())
+        if group in prompts:  # siblings share the KV pages of their prompt
+            there = max(there, self._token_schedule.policies[row.policy].prompt_tokens)
+        prompts.add(group)
         there = min(there, context)
         self._lookups += 1
         self._hits += there > 0
@@ -295,16 +322,21 @@ class SimWorker:
 
     def _swap(self, order: _Swap) -> None:
         load, took_s = order.load, self._loop.time() - order.began_s
-        self._held = (load.version, load.digest)
-        self._prompts.clear()
-        self._cache.clear()
-        self._decode.prefill = self._decode.context
+        self._held[load.policy] = (load.version, load.digest)
+        self._prompts.pop(load.policy, None)
+        self._cache.forget(load.policy)
+        self._decode.prefill_again(load.policy)
         pulled, used = (0, ()) if order.reading is None else (round(order.reading.received), tuple(order.reading.used))
         self._send(
             m.Loaded(version=load.version, digest=load.digest, slots=self.spec.slots, s=took_s, pulled_bytes=pulled,
                      longest=self.spec.longest, kv_tokens=self.spec.kv_tokens // self._token_schedule.granule,
-                     used=used)
+                     used=used, policy=load.policy)
         )  # fmt: skip
+        self._loop.call_soon(self._next_load)
+
+    def _next_load(self) -> None:
+        if self._loads and self._reading is None:
+            self._start_load(next(iter(self._loads.values())))
 
     def _drop(self, handles: tuple[int, ...]) -> None:
         for row in self._decode.drop(handles):
@@ -348,10 +380,10 @@ class SimWorker:
         self._decode.advance(steps)
         self._began_s += took_s
         self._steps += steps
-        frame, ended = self._decode.frame(self._held[0])
+        frame, ended = self._decode.frame({policy: version for policy, (version, _) in self._held.items()})
         for row in ended:
             self._token_schedule.finished(row)
-            self._cache.release(row.seed, row.prompt + row.length)
+            self._cache.release(row.seed, row.prompt + row.length, row.policy)
         if frame is not None:
             self._cache.fit(self._decode.context)
             self._sent_tokens += len(frame.tokens) // 4

@@ -196,6 +196,10 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
     for row in rows:
         print(f"{row.name:16}{variants.VARIANTS[row.name].description}")
     print("\n".join(["", *table(rows), "", *spreads(rows)]))
+    for row in rows:
+        for name, policy in row.runs[0].policies.items():
+            waits = f"its trainer waits {policy.wait:.0%} of the time"
+            print(f"{row.name}, policy {name}: {policy.steps} steps of {policy.step_s:.4g} s; {waits}")
     for name, error in done.failed.items():
         print(f"no figures for {name}: {'. '.join(str(error).splitlines())}")
     for row in rows:

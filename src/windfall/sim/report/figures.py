@@ -5,6 +5,9 @@ first few.
 Several simulated runs are compared over the same steps (`figures_of_equal_steps`). Within `sim.seconds` a faster policy
 completes more steps, and steps differ: if the last one is slow, the policy that completes it looks slower. So figures
 cover only the steps that every run has completed. In each of these steps, all runs generate the same responses.
+
+With several policies, the steps that count are those of the first one, and tokens, money and workers are those of the
+time that these steps took.
 """
 
 from __future__ import annotations
@@ -26,6 +29,18 @@ from windfall.sim.core.scenario import Scenario
 from windfall.sim.machines.fleet import Stay
 
 LOST: tuple[Bucket, ...] = ("booting", "pulling", "prefill_again", "lost", "draining")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyFigures:
+    """One of several policies."""
+
+    steps: int
+    """Steps that it completed in the time that the figures cover."""
+    step_s: float
+    """Seconds of a step, on average."""
+    wait: float
+    """Share of its trainer's time in which the trainer waited for responses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +70,8 @@ class Figures:
     """Tokens generated again, as a share of all tokens."""
     advice: tuple[str, ...]
     """The last advice for each kind of worker."""
+    policies: dict[str, PolicyFigures]
+    """By policy, if there are several."""
 
     @property
     def step_mean_s(self) -> float:
@@ -66,7 +83,7 @@ class Figures:
 
 def completed_steps(events: Sequence[Event], scenario: Scenario) -> list[Event]:
     """The completed steps of a simulated run. An error if there are none after those that figures skip."""
-    steps, skip = steps_of(events), scenario.real.sim.skip_steps
+    steps, skip = steps_of(events, scenario.real.names()[0]), scenario.real.sim.skip_steps
     if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
         raise WindfallError(f"only {len(steps)} steps were completed, and {skip} are skipped", where="sim", fix=fix)
@@ -77,27 +94,33 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay], *, last: int |
     """The figures of a simulated run. `last`: leave out the steps after this one."""
     events = read(log)
     skip = scenario.real.sim.skip_steps
-    steps = completed_steps(events, scenario)[:last]
+    lead, steps = scenario.real.names()[0], completed_steps(events, scenario)[:last]
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
     usd = 0.0
     for stay in stays:  # no bill contains a machine that was preempted before its worker dialed in
         seconds = min(stay.end_s, end_s) - max(stay.start_s, start_s)
         if seconds > 0 and not stay.joined:
             usd += stay.usd_per_h * seconds / 3600
-    return from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=usd)
+    return from_events(events, skip=skip, last=last, granule=scenario.granule, more_usd=usd, policy=lead)
 
 
 def from_events(
-    events: Sequence[Event], *, skip: int, last: int | None = None, granule: int = 1, more_usd: float = 0.0
-) -> Figures:
+    events: Sequence[Event], *, skip: int, last: int | None = None, granule: int = 1, more_usd: float = 0.0,
+    policy: str = "",
+) -> Figures:  # fmt: skip
     """The figures of any run, real or simulated, from its log alone. The first `skip` steps and those after step `last`
-    are left out; at least one must remain."""
-    all_steps = steps_of(events)[:last]
+    are left out; at least one must remain. `policy`: the one whose steps count; if left out, the first one in the log.
+    """
+    logged = steps_of(events)
+    lead = policy or next((e.get("policy", "") for e in logged), "")
+    all_steps = steps_of(events, lead)[:last]
     steps = all_steps[skip:]
+    first = logged.index(all_steps[skip - 1]) + 1 if skip else 0
+    covered = logged[first : logged.index(steps[-1]) + 1]
     start_s, end_s = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
     tokens = _tokens(all_steps, skip)
     seconds = end_s - start_s
-    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in covered), Totals())
     trainer = bill.holders.get("trainer", Account())
     others = [a for h, a in bill.holders.items() if h != "trainer"]
     usd = bill.all.total_usd + more_usd
@@ -116,10 +139,18 @@ def from_events(
         workers_idle=_seconds(others, "waiting") / paid_s,
         workers_lost=_seconds(others, *LOST) / paid_s,
         killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["t"] <= end_s),
-        moved=sum(e["moved"] for e in steps),
-        again=sum(e["discarded"] for e in steps) * granule / max(1, tokens),
+        moved=sum(e["moved"] for e in covered),
+        again=sum(e["discarded"] for e in covered) * granule / max(1, tokens),
         advice=_advice(events),
+        policies={name: _policy(covered, name) for name in sorted({e["policy"] for e in covered if "policy" in e})},
     )
+
+
+def _policy(steps: Sequence[Event], name: str) -> PolicyFigures:
+    own = steps_of(steps, name)
+    seconds = max(1e-9, sum(e["s"] for e in own))
+    wait = sum(e["train_wait_s"] for e in own) / seconds
+    return PolicyFigures(steps=len(own), step_s=seconds / len(own), wait=wait)
 
 
 def _tokens(steps: Sequence[Event], skip: int) -> int:

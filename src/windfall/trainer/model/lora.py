@@ -13,7 +13,8 @@ Rules:
 - A starts random, and B is zero, unless an existing adapter is loaded: the first version of the run is the base itself.
   The random numbers depend only on the seed and the shapes, not on the device;
 - what differs from the recipe or does not fit the model is refused before anything is replaced;
-- engines never compute with A and B: they use merged matrices (weights/merged.py), which is the same up to rounding.
+- engines compute with merged matrices (weights/merged.py), or with A and B if they hold several policies: this is the
+  same up to rounding.
 """
 
 from __future__ import annotations
@@ -119,15 +120,6 @@ class Adapters:
     @property
     def scale(self) -> float:
         return self.config.scale
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(t.numel() for t in self.tensors().values())
 
     def weights(self) -> dict[str, Tensor]:
         """The trained matrices by their names in a module that has only this policy."""

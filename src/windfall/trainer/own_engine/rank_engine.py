@@ -14,18 +14,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from windfall.engine.base import Engine
 from windfall.engine.module_weights import WeightMemory
 from windfall.errors import WindfallError
-from windfall.link.messages import Load, Routed
+from windfall.link.messages import Load
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
 from windfall.weights.buffers import views
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
 from windfall.weights.publish import Publisher
-from windfall.weights.pull import Ask, PulledFiles, Puller
+from windfall.weights.pull import Ask, PulledWeights, Puller
 
 Reading = Callable[[int], AbstractContextManager[Mapping[str, Any] | None]]
 """The weights of a version, which do not change inside the context; None if they are not available."""
@@ -49,52 +50,25 @@ class PublishedWeights(TrainerWeights):
         yield merged(views(found.buffer.data, found.manifest.entries), adapted, found.manifest)
 
 
-class PulledCopy:
-    """A copy of the newest version that was pulled, from all machines of the trainer."""
+class PulledCopy(Puller):
+    """A copy of the newest version that was pulled, from all machines of the trainer. The engine reads it itself."""
 
-    reads = True
-
-    def __init__(self, puller: Puller) -> None:
-        self._puller = puller
-        self._lock = threading.Lock()
-        """Held while a version is pulled or read."""
-
-    @property
-    def bytes_received(self) -> int:
-        return self._puller.bytes_received
-
-    def pull(self, load: Load, ask: Ask | None = None, *, stop: threading.Event) -> PulledFiles:
-        with self._lock:
-            return self._puller.pull(load, ask, stop=stop)
-
-    def beside(self) -> PulledCopy:
-        raise NotImplementedError("the trainer's own engine holds one policy")
-
-    def close(self) -> None:
-        """The copy is kept as long as the process runs."""
-
-    def reroute(self, routed: Routed) -> None:
-        self._puller.reroute(routed)
-
-    def tensors(self) -> None:
-        return None
-
-    def base_tensors(self) -> Mapping[str, Any]:
-        return self._puller.base_tensors()
+    def pull(self, load: Load, ask: Ask | None = None, *, stop: threading.Event | None = None) -> PulledWeights:
+        return replace(super().pull(load, ask, stop=stop), tensors=None)
 
     @contextlib.contextmanager
     def reading(self, version: int) -> Iterator[Mapping[str, Any] | None]:
-        if not self._lock.acquire(blocking=False):
+        if not self._base.lock.acquire(blocking=False):
             yield None
             return
         try:
-            held = self._puller.held
+            held = self.held
             if held is None or held.version != version:
                 yield None
                 return
-            yield merged(self._puller.tensors(), self.base_tensors() if held.base else None, held)
+            yield merged(self.tensors(), self.base_tensors() if held.base else None, held)
         finally:
-            self._lock.release()
+            self._base.lock.release()
 
 
 def merged(tensors: Mapping[str, Any], base: Mapping[str, Any] | None, manifest: Manifest) -> Mapping[str, Any]:

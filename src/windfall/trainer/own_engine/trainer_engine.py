@@ -33,9 +33,9 @@ from typing import Any
 
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
-from windfall.link.messages import Load, Routed
+from windfall.link.messages import Load
 from windfall.types import Capabilities, Chunk, Request
-from windfall.weights.pull import PulledFiles
+from windfall.weights.pull import PulledWeights, WeightPuller
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
@@ -192,34 +192,16 @@ class TrainerEngine(Engine):
                 self._engine.sleep()
 
 
-class TrainerWeights:
-    """Takes the place of a Puller: the engine itself has or reads the weights of the published version. `published`
+class TrainerWeights(WeightPuller):
+    """The engine itself has or reads the weights of the published version. `published`
     returns its manifest, or None while the weights belong to no version."""
-
-    reads = False
-    bytes_received = 0
 
     def __init__(self, published: Callable[[], Any]) -> None:
         self.published = published
 
-    def pull(self, load: Load, ask: Any = None, *, stop: threading.Event | None = None) -> PulledFiles:
+    def pull(self, load: Load, ask: Any = None, *, stop: threading.Event | None = None) -> PulledWeights:
         del ask, stop
         manifest = self.published()
         if manifest is None or (manifest.version, manifest.digest) != (load.version, load.digest):
             raise ValueError(f"the trainer is not at version {load.version}")
-        return PulledFiles(manifest=manifest)
-
-    def beside(self) -> TrainerWeights:
-        raise NotImplementedError("the trainer's own engine holds one policy")
-
-    def close(self) -> None:
-        """It holds nothing."""
-
-    def reroute(self, routed: Routed) -> None:
-        """It reads from no source."""
-
-    def tensors(self) -> None:
-        return None
-
-    def base_tensors(self) -> Mapping[str, Any]:
-        raise NotImplementedError("the engine merges the adapter by itself")
+        return PulledWeights(digest=manifest.digest)

@@ -49,7 +49,11 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("changes", [(), TWO_BASES], ids=["adapters of one base", "two bases"])
+@pytest.mark.parametrize(
+    "changes",
+    [(), TWO_BASES, ("rollout.replay=0.5", "rollout.select=greso")],
+    ids=["adapters of one base", "two bases", "replay and selected prompts"],
+)
 def test_kill_of_each_process_changes_no_policy(tmp_path: Path, changes: tuple[str, ...]) -> None:
     plain = finish(tmp_path / "plain", RECIPE, "run.steps=4", *changes)
     for what in ("solver", "verifier", "controller"):

@@ -91,11 +91,12 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
 
 def test_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
     one = training_objects()
-    path = checkpoint.save(tmp_path, CheckpointState(step=1, next_task=2), keep=1, **one)
+    state = CheckpointState(step=1, next_task=2, open_tasks=(1,), replay=(0,), selection=(50, 49, 1 << 55))
+    path = checkpoint.save(tmp_path, state, keep=1, **one)
     model = load.load(str(path), dtype="float32", device="cpu")
     other = Optimizer(trained(model), Train(), total_updates=10)
     other.restore(path / checkpoint.OPTIMIZER)
-    assert checkpoint.read_state(path) == CheckpointState(step=1, next_task=2)
+    assert checkpoint.read_state(path) == state
     for m, o in ((one.model, one.optimizer), (model, other)):
         generator = torch.Generator().manual_seed(4)
         for p in m.parameters():

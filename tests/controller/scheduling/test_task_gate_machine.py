@@ -63,7 +63,8 @@ class Run(RuleBasedStateMachine):
         self.tokens: dict[tuple[str, int], list[int]] = {}
         """The journal: by policy and task, the versions of its tokens."""
         self.fates: dict[int, tuple[dict[str, bool], bool]] = {}
-        """By task: which policies speak, whether they can learn from it, and whether the environment has it."""
+        """By task: which policies speak, whether they can learn from it, and whether the environment has it
+        and its prompt is not skipped."""
         self.streaming: set[int] = set()
         self.admissions: dict[str, Admission] = {}
         self.restart(dict.fromkeys(self.policies, False))
@@ -125,7 +126,7 @@ class Run(RuleBasedStateMachine):
         had_open = [name for name, a in self.admissions.items() if a.is_open(task)]
         assert had_open, "a task was generated for no policy"
         if not exists:
-            self.gate.dismiss(task)
+            (self.gate.dismiss if task % 2 else self.gate.skip)(task)
             return
         segments = []
         for name in speak:

@@ -252,7 +252,7 @@ class Loop:
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.groups.admission.staleness)
         tasks |= batch.describe() | self.groups.describe()
-        counted_s = tasks.get("counted_s", took_s)
+        counted_s = max(1e-9, tasks.get("counted_s", took_s))  # another policy may have ended a step at this moment
         self.events.scalar(
             "step",
             step=step,

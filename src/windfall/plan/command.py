@@ -21,7 +21,6 @@ from windfall.plan.run import recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 from windfall.recipe.file import dump_recipe, load_recipe
-from windfall.recipe.policies import refuse_several
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -51,13 +50,15 @@ def main(
         _check_target(write, what)
     is_recipe = what.endswith(".toml")
     base = load_recipe(Path(what), list(overrides)) if is_recipe else recipe.of_model(what, overrides)
-    refuse_several(base.policies)
-    work = recipe.recipe_workload(base)
+    work = recipe.run_workload(base)
     if staleness is not None:
         work = replace(work, staleness=staleness)
     usd = _budget(budget) if budget else math.inf
     engine = "vllm" if base.engine.name == "vllm" else "windfall"
     made = _cluster(cluster, gpus, usd, spot is not None, engine)
+    if measured_in is not None and base.policies:
+        fix = "Leave it out; [[device]] of a cluster file can have measured times (docs/plan.md)."
+        raise WindfallError("this is for runs with one policy", where="--measured", fix=fix)
     if measured_in is not None:
         seen = run_log.speeds(run_log.events_of(measured_in), str(measured_in))
         work = run_log.with_lengths(work, seen.lengths, seen.prompt_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
 from windfall.plan.model.cluster import Kind
+from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload, WorkPart
 from windfall.plan.search.plan import PlanRequest, RunPlan
 
 
@@ -15,6 +16,7 @@ def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
         f"speeds: {e.source}; held-out errors: {e.held_out}. "
         "Other GPUs: data sheets with the same shares, not measured",
     ]
+    lines += _bases(request)
     lines += _assumptions(request)
     known = {m.kind.name: m.gpu for m in request.cluster.machines if m.gpu.worker or m.gpu.trainer}
     for kind, gpu in known.items():
@@ -35,6 +37,25 @@ def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
             first = " (plan 1)" if row.plan is chosen.plan else ""
             lines.append(f"   {row.tok_per_s:9,.0f}{mark} {usd}  {row.plan.name}{first}")
     return [*lines, "", *picture(chosen.plan)]
+
+
+def _bases(request: PlanRequest) -> list[str]:
+    """With several policies: one line for each base."""
+    work, lines = request.work, list[str]()
+    if not isinstance(work, AddedWorkload):
+        return lines
+    for base in [WorkPart(work.parts[0].name, work)] if work.one_base else work.parts:
+        share = base.tokens / work.mean_tokens
+        own = base.work.parts if isinstance(base.work, AddedWorkload) else [base]
+        memory = f"{VALUE_BYTES * base.work.shape.parameters / 1e9:.3g} GB in every engine"
+        if base.work.adapter_parameters:
+            adapters = VALUE_BYTES * base.work.adapter_parameters / 1e9
+            memory += f", and {adapters:.2g} GB of adapters"
+        lines.append(
+            f"base {base.name}: {' and '.join(part.name for part in own)}; {memory}; "
+            f"{base.tokens * work.responses:,.0f} tokens a step, {share:.0%} of the workers"
+        )
+    return lines
 
 
 def _adds(group: MachineGroup, chosen: ComparedPlan) -> str:

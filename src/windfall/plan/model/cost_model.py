@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from windfall.controller.directory.routes import CHUNK_BYTES
 from windfall.plan.model.devices import Gpu
-from windfall.plan.model.workload import VALUE_BYTES, Workload, kv_bytes
+from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload, Workload, kv_bytes
 from windfall.step_time import StepTime
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
@@ -201,13 +201,21 @@ def _token_s(work: Workload, gpu: Gpu, e: Efficiency, recompute: float) -> float
     return recompute * ((2 if work.adapter_parameters else 3) * weights + 3 * others) + more * (weights + others)
 
 
-def _trained_tokens(work: Workload) -> float:
-    return work.responses * (work.mean_tokens + work.prompt_tokens)
-
-
 @lru_cache(maxsize=65536)
 def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, e: Efficiency) -> PlannedTrainer:
-    """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit."""
+    """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit. Several bases have
+    equal numbers of them, and the slowest trainer counts."""
+    if isinstance(work, AddedWorkload) and not work.one_base:
+        trained_parts = [part.work for part in work.parts if part.trained]
+        count = len(trained_parts)
+        if gpus % count:
+            raise DoesNotFit(f"{gpus} {gpu.name} cannot be divided equally among {count} trainers")
+        each = [fsdp(part, gpu, gpus // count, per_machine, network, e) for part in trained_parts]
+        slowest = max(each, key=lambda trained: trained.step_s)
+        memory = max(trained.memory_bytes for trained in each)
+        sent = sum(trained.sent_bytes for trained in each)
+        layout = f"{count} trainers, {slowest.layout} each"
+        return replace(slowest, gpus=gpus, layout=layout, memory_bytes=memory, sent_bytes=sent)
     _check_measured(gpu, gpu.trainer, gpus)
     longest = work.prompt_tokens + work.max_tokens
     usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
@@ -229,7 +237,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     rank = budget(pack)
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
-    tokens = _trained_tokens(work)
+    tokens = work.trained_tokens
     compute_s = tokens * _token_s(work, gpu, e, recompute) / gpus
     # All ranks of a machine share its network. In a ring one of them sends to the next machine, as much as each of them
     # sends to its neighbor; with several rings, each carries a part of that.
@@ -295,6 +303,8 @@ def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency
     """The trainer's own engine (`fleet.local`): one on each of these GPUs, all together as one worker. Beside the
     trainer's state, each needs a KV cache and, if the trainer has several ranks, a copy of the weights. None: they do
     not fit."""
+    if isinstance(work, AddedWorkload):  # trainers of several policies do not generate
+        return None
     gpu, shape = trained.gpu, work.shape
     copies = work.weights_bytes if trained.gpus > 1 else 0.0
     value_bytes = work.kv_value_bytes if trained.gpus == 1 else VALUE_BYTES  # with ranks, that of the model

@@ -28,7 +28,15 @@ from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.models import load
 from windfall.plan.model.cluster import PROVIDERS, Kind
-from windfall.plan.model.workload import VALUE_BYTES, Workload, delta_share, hub_id
+from windfall.plan.model.workload import (
+    VALUE_BYTES,
+    AddedWorkload,
+    Workload,
+    WorkPart,
+    add_up,
+    delta_share,
+    hub_id,
+)
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
@@ -39,11 +47,12 @@ from windfall.recipe.worker_source import WorkerSource
 from windfall.run import worker_sources
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run, scenario
-from windfall.sim.core.scenario import with_keys
+from windfall.sim.core.scenario import of_policy, sessions, with_keys
 from windfall.sim.report.figures import figures
-from windfall.sim.section import SimKind
+from windfall.sim.section import SimKind, SimPolicy
 from windfall.step_time import StepTime
 from windfall.trainer.ranks.rank_budget import ModelShape
+from windfall.types import policy_of
 
 PORT = 29400
 SOME_ADDRESS = "192.0.2.1"
@@ -68,7 +77,7 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
     """Section [sim]. The trainer's machine has its own engine if that generates."""
     work, first = plan.work, plan.replicas[0].engine
     trainer = plan.own or first
-    train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.tokens
+    train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.trainer_tokens
     # Engines that read a new version from each other have it as late as planned; one alone has all that its link has.
     together, alone = work.pull_bytes / plan.pull_s, work.pull_bytes / pull_alone(request, plan.placed)
     return {
@@ -78,6 +87,7 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
         "trainer_slots": trainer.slots,
         "worker_kv_tokens": first.kv_tokens,
         "weights_bytes": float(work.pull_bytes),
+        **(_policy_keys(work) if isinstance(work, AddedWorkload) else {}),
         "boot_s": request.spot.boot_s,
         "egress_bytes_per_s": together,
         "ingress_bytes_per_s": max(together, alone),
@@ -86,6 +96,14 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
         "sigma": work.sigma,
         "reward_s": work.reward_s,
     }
+
+
+def _policy_keys(work: AddedWorkload) -> dict[str, Any]:
+    """Keys of [sim] that are there for several policies."""
+    tokens = ("median_tokens", "sigma", "prompt_tokens")
+    own = {p.name: SimPolicy(**{key: getattr(p.work, key) for key in tokens}) for p in work.policies}
+    sizes = {"weights_bytes": float(work.weights_bytes), "adapter_bytes": work.update_bytes / len(own)}
+    return {"policies": own, **(sizes if work.one_base and work.adapter_parameters else {})}
 
 
 LR, ADAPTER_LR = 1e-6, 1e-5
@@ -144,6 +162,29 @@ def recipe_workload(base: Recipe) -> Workload:
     )  # fmt: skip
 
 
+def run_workload(base: Recipe) -> Workload:
+    """The work of all policies. Who speaks how often is in [sim]."""
+    script = sessions(base.sim, base.names()).script
+    if not script:
+        return recipe_workload(base)
+    said, so_far = dict.fromkeys(base.names(), 0.0), 1.0
+    for n, (role, probability) in enumerate(script):
+        so_far *= probability if n else 1.0
+        said[policy_of(role)] += so_far
+    works = {name: replace(_policy_workload(base, name), groups=base.rollout.groups) for name in base.names()}
+    bases = []
+    for name, policies in base.bases().items():
+        parts = [WorkPart(policy, works[policy], said[policy], base.is_trained(policy)) for policy in policies]
+        trained = any(part.trained for part in parts)
+        bases.append(WorkPart(name, add_up(parts, one_base=True), trained=trained))
+    return bases[0].work if len(bases) == 1 else add_up(bases, one_base=False)
+
+
+def _policy_workload(base: Recipe, name: str) -> Workload:
+    view = base.of(name)
+    return recipe_workload(view.model_copy(update={"sim": of_policy(base.sim, name)}))
+
+
 def _adapter_parameters(shape: ModelShape, rank: int) -> int:
     """Adapters on all linear layers."""
     wide = (shape.heads + 2 * shape.kv_heads) * shape.head + shape.hidden
@@ -172,7 +213,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
     """The recipe that runs this plan; raises WindfallError if an address, a provider's section or vLLM is missing."""
     training = [p for p in plan.placed if p.training]
     first = training[0]
-    train: dict[str, Any] = {"ranks": sum(p.training for p in training), "rendezvous": ""}
+    train: dict[str, Any] = {"ranks": sum(p.training for p in training) // len(base.bases()), "rendezvous": ""}
     fleet = _fleet(plan, base)
     if len(training) > 1 or any(p.replicas for p in plan.placed if p is not first):
         here = base.fleet.host in ("127.0.0.1", "localhost")
@@ -369,10 +410,13 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
         log = Path(folder) / "events.jsonl"
         done = run.simulate(world, log)
         whole = figures(log, world, done.stays)
-        counted = event_log.steps_of(read(log))[SIM_SKIP : SIM_SKIP + SIM_STEPS]
-    seconds = sum(e["s"] for e in counted)
+        events, tok_per_s = read(log), 0.0
+        for policy in base.names():
+            counted = event_log.steps_of(events, policy)[SIM_SKIP : SIM_SKIP + SIM_STEPS]
+            if counted:  # otherwise it is not trained
+                tok_per_s += sum(e["trained"] for e in counted) * world.granule / sum(e["s"] for e in counted)
     return Simulated(
-        tok_per_s=sum(e["trained"] for e in counted) * world.granule / seconds,
+        tok_per_s=tok_per_s,
         trainer_idle=whole.trainer_idle,
         workers_idle=whole.workers_idle,
     )

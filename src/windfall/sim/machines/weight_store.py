@@ -106,7 +106,10 @@ class WeightReading:
         self, store: WeightStore, load: m.Load, ask: Callable[[m.AskRoute], None], done: Callable[[], None]
     ) -> None:
         self._store, self._load, self._ask, self._done = store, load, ask, done
-        self._left = {each.file.digest: each.route for each in load.files}
+        bases = {each.file.before for each in load.files if not each.file.after}
+        here = bases & {file.digest for file in store.complete}  # the load of another policy has brought the base
+        self._files = [each for each in load.files if each.file.digest not in here]
+        self._left = {each.file.digest: each.route for each in self._files}
         """Files that are not complete, with their routes. The first is being read."""
         self.used: list[m.SourceUse] = []
         """What it got from each source since its last report."""
@@ -116,16 +119,15 @@ class WeightReading:
         self._since = (0.0, 0.0)
         """When it began with this source (loop time, seconds), and the bytes that were missing then."""
         self._timer: asyncio.TimerHandle | None = None
-        whole = any(not each.file.after for each in load.files)
+        whole = any(not each.file.after for each in self._files)
         own = [f for f in store.complete if not f.after and store.policies.get(f.digest) == load.policy]
         self._copies = [] if whole else own
         """What deltas will be applied to. It is there again if they do not arrive."""
-        if load.files:  # the old copy is overwritten
+        if self._files:  # the old copy is overwritten
             others = [file for file in store.complete if not file.after and file not in own]
             deltas = [file for file in store.complete if file.after][-MAX_DELTAS:]
-            store.hold([*others, *deltas], [(each.file, self._new_flow(each.file.nbytes)) for each in load.files])
-            bases = {each.file.before for each in load.files if not each.file.after}
-            self._belong(*(each.file.digest for each in load.files if each.file.digest not in bases))
+            store.hold([*others, *deltas], [(each.file, self._new_flow(each.file.nbytes)) for each in self._files])
+            self._belong(*(each.file.digest for each in self._files if each.file.digest not in bases))
 
     def _belong(self, *files: str) -> None:
         self._store.policies.update(dict.fromkeys(files, self._load.policy))
@@ -138,7 +140,7 @@ class WeightReading:
     @property
     def received(self) -> float:
         """Bytes of all files so far."""
-        complete = sum(each.file.nbytes for each in self._load.files if each.file.digest not in self._left)
+        complete = sum(each.file.nbytes for each in self._files if each.file.digest not in self._left)
         return complete + (self._flow.count_bytes - self._flow.left_bytes if self._left else 0.0)
 
     @property

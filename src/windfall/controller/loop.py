@@ -265,7 +265,7 @@ class Loop:
             s=took_s,
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / max(counted_s, 1e-9),
+            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
             **tasks,
             **describe_updates(reports),
             **self._run.counters(tasks),

@@ -60,6 +60,16 @@ def policy_folder(run: Path, policy: str) -> Path:
     return run / "policies" / policy if policy else run
 
 
+def run_of(checkpoint: Path) -> tuple[Path, str]:
+    """The folder of the run that a checkpoint is in, and its policy.
+
+    >>> run_of(Path("/runs/two/policies/solver/checkpoints/step-000004"))[1]
+    'solver'
+    """
+    own = checkpoint.resolve().parent.parent
+    return (own.parent.parent, own.name) if own.parent.name == "policies" else (own, "")
+
+
 def trainer_role(base: str) -> str:
     """The name of the trainer of a base: of its process, its log and its lock.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import compress
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -96,6 +96,15 @@ class CheckpointState:
     """Index of the first task that was not drawn for a completed step or ahead of it."""
     open_tasks: tuple[int, ...] = ()
     """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
+    replay: tuple[int, ...] = ()
+    """Tasks whose groups were trained on and may be replayed."""
+    selection: tuple[int, ...] = ()
+    """What is known about prompts, if they are selected (PromptSelection.state)."""
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        """The state that a message carries, in fields of the same names."""
+        return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

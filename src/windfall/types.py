@@ -300,3 +300,8 @@ class Group:
     def of(self, policy: str) -> Group:
         """The group as this policy is trained on it: what it sampled, with the rewards of its roles."""
         return replace(self, responses=tuple(part for r in self.responses for part in r.of(policy)))
+
+    def by_role(self) -> dict[str, Group]:
+        """The group of one policy, split by its roles, such as both players of a game."""
+        roles = dict.fromkeys(r.role for r in self.responses)
+        return {role: replace(self, responses=tuple(r for r in self.responses if r.role == role)) for role in roles}

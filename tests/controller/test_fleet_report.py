@@ -40,7 +40,7 @@ def report(folder: Path, *, staleness: int) -> Iterator[FleetReport]:
 
 def written(fleet: FleetReport) -> dict[str, Any]:
     """The snapshot as the file has it: strict JSON."""
-    return json.loads(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None), allow_nan=False))
+    return json.loads(json.dumps(fleet.snapshot(steps={"": 3}, now_s=1.0, ended=None), allow_nan=False))
 
 
 def test_snapshot_has_the_staleness_of_the_last_step(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_synchronous_run_has_no_staleness(tmp_path: Path) -> None:
 def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with report(tmp_path, staleness=2) as fleet:
         fleet.counters(None, 1.0, STEP)
-        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(steps={"": 3}, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
     line = "stale 0.4 (max 1, bound 2); too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
     assert f"last step: {line}" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_drafts_are_shown_if_there_were_any(tmp_path: Path, capsys: pytest.Captu
         shown = ("drafted", "drafts_accepted", "tokens_per_step", "drafts_gain")
         assert [step[key] for key in shown] == [100, 42, 1.42, 1.25]
         assert "drafted" not in fleet.counters(None, 3.0, {"train_wait_s": 0.0}), "nothing since"
-        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(steps={"": 3}, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
     line = "drafts: 1.21 tokens per step, 42% of 100 accepted, 1.25x as fast as without"
     assert line in capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_gathering_is_in_the_bill_and_in_the_advice(tmp_path: Path, capsys: pyte
         assert bill.gathering == Gathering(moves=3, released=1, freed_s=9.0, sooner_s=4.0, usd=0.4)
         bill = msgspec.convert(fleet.bill(2.0)["bill"], Totals)
         assert bill.gathering == Gathering(), "nothing since"
-        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(steps={"": 3}, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
     saved = "3 moves saved about 4.0 s and $0.40, and released a worker for 9.0 s"
     assert f"advice: gathering the last responses pays: {saved}" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class World:
         admission.restore(version=self.kept.step, next_task=self.kept.next_task)
         return self.kept
 
-    def offer(self, published: NewVersion) -> None:
+    async def offer(self, published: NewVersion) -> None:
         self.done.append(("offer", published.version))
         self.version = published.version
 
@@ -240,6 +240,24 @@ def test_evaluation_event_says_how_many_responses_were_graded(tmp_path: Path) ->
     world.run(tmp_path, run={"steps": 1}, eval={"tasks": 4})
     evals = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"]
     assert [(e["reward"], e["graded"], e["responses"], e["tasks"]) for e in evals] == [(1.0, 3, 4, 3)] * 2
+
+
+def test_evaluation_event_of_two_roles(tmp_path: Path) -> None:
+    """One response in which two roles of the policy spoke is two: "8 of 4 responses graded" would be wrong."""
+    world, made = World(mixed), World.group
+
+    def group(index: int, rows: Sequence[tuple[int, ...]] = ((1,), (1, 2))) -> Group:
+        plain = made(world, index, rows)
+        rewards = ((":a", 1.0), (":b", 0.5 if index % 2 else 0.0))
+        return replace(plain, responses=tuple(
+            replace(r, role=":a", rewards=rewards, more=(replace(r, id=f"{r.id}+1", role=":b"),))
+            for r in plain.responses))  # fmt: skip
+
+    world.group = group
+    world.run(tmp_path, run={"steps": 1}, eval={"tasks": 4})
+    evals = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"]
+    assert [(e["reward"], e["graded"], e["responses"], e["tasks"]) for e in evals] == [(0.625, 8, 8, 4)] * 2
+    assert [e["roles"] for e in evals] == [{":a": 1.0, ":b": 0.25}] * 2
 
 
 def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Trainer:
         )  # fmt: skip
         return self.state
 
-    def offer(self, published: NewVersion) -> None:
+    async def offer(self, published: NewVersion) -> None:
         self.world.versions[self.name] = published.version
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None:

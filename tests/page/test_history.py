@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.page_run import START_T, event, small_log, step, write_long_run, write_run
 from windfall.controller.cost.accounts import Accounts
-from windfall.page import history as histories
-from windfall.page import timeline
+from windfall.page import policy_series, timeline
 from windfall.page.history import RunHistory
 from windfall.page.runs import RunReader
 from windfall.page.timeline import CODE, STATES, Timeline, TimelineRow
@@ -47,11 +46,11 @@ def test_a_machine_that_comes_back_continues_its_row() -> None:
 def test_series_money_and_staleness_add_up() -> None:
     history = built([*small_log(4), step(60, 5, staleness_mean=0.5, staleness_max=1, staleness_counts=[3, 3])])
     money = history.money()
-    assert history.series["step"] == [1, 2, 3, 4, 5]
-    assert history.series["length"] == [40] * 5
+    assert history.policies[""].columns["step"] == [1, 2, 3, 4, 5]
+    assert history.policies[""].columns["length"] == [40] * 5
     assert money["usd"] == pytest.approx(5 * 0.011)
     assert money["usd_per_million"] == pytest.approx(5 * 0.011 / 5000 * 1e6)
-    assert history.full()["staleness"] == [3, 3]
+    assert history.full()["policies"][""]["staleness"] == [3, 3]
 
 
 def test_what_drafts_predictions_and_gathering_brought_is_said() -> None:
@@ -74,45 +73,53 @@ def test_bill_of_an_older_version_has_no_gathering() -> None:
 def test_evaluations_say_how_many_responses_were_graded() -> None:
     new = event(30, "scalar", "eval", step=2, reward=0.5, graded=3, responses=4)
     old = event(20, "scalar", "eval", step=1, reward=0.25)  # of a version that does not count them
-    assert list(built([*small_log(), old, new]).evals) == [(1, 20, 0.25, None, None), (2, 30, 0.5, 3, 4)]
+    assert list(built([*small_log(), old, new]).policies[""].evals) == [(1, 20, 0.25, None, None), (2, 30, 0.5, 3, 4)]
 
 
 def test_a_resume_removes_void_steps_and_keeps_their_cost() -> None:
     history = built([*small_log(5), event(80, "instant", "resumed", step=3), step(95, 4, reward=0.9)])
-    assert history.series["step"] == [1, 2, 3, 4]
-    assert history.series["reward"][-1] == 0.9
+    assert history.policies[""].columns["step"] == [1, 2, 3, 4]
+    assert history.policies[""].columns["reward"][-1] == 0.9
     assert history.money()["usd"] == pytest.approx(6 * 0.011)
     assert all(row.state == 0 for row in history.timeline.rows.values() if row.name != "trainer")
 
 
 def test_points_are_merged_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "MAX_POINTS", 8)
+    monkeypatch.setattr(policy_series, "MAX_POINTS", 8)
     history = built([step(10 * n, n, reward=n % 2) for n in range(1, 101)])
-    series = history.series
+    series = history.policies[""].columns
     assert len(series["step"]) <= 16
-    assert history.stride == 8
+    assert history.policies[""].stride == 8
     assert series["step"][-1] == 100
     assert sum(x or 0 for x in series["trained"]) == 100_000
     assert all(x == pytest.approx(0.5) for x in series["reward"][:-1])
 
 
-def test_changes_give_a_viewer_the_same_as_everything() -> None:
+@pytest.mark.parametrize("policies", [("",), ("solver", "verifier")])
+def test_changes_give_a_viewer_the_same_as_everything(policies: tuple[str, ...]) -> None:
     """A viewer that applies changes sees what a viewer who has just come sees."""
-    events = [*small_log(30), event(400, "instant", "resumed", step=25), *(step(400 + n, n) for n in range(26, 40))]
+    before, later = small_log(30), [step(400 + n, n) for n in range(26, 40)]
+    events = [*before, event(400, "instant", "resumed", step=25), *later]
+    if policies[0]:  # every event of a policy, first of one, then of the other; one falls back
+        names = ("step", "resumed", "train", "trainer_ready")
+        of = [[{**e, "policy": p} for p in policies] if e["name"] in names else [e] for e in before + later]
+        events = [e for found in of for e in found]
+        events.insert(len(before) + 20, event(400, "instant", "resumed", step=25, policy=policies[1]))
     history = built(events[:20])
     history.forget_changes()
     view = history.full()
-    series = {k: v for k, v in view["series"].items() if k != "from"}
-    series = {k: list(v) for k, v in series.items()}
+    series = {p: {k: list(v) for k, v in of.items() if k != "from"} for p, of in view["series"].items()}
     rows = {r["name"]: array("I", b64decode(r["data"])) for r in view["rows"]}
     for e in events[20:]:
         history.add(e)
         changes = history.changes()
-        for name in series if "series" in changes else ():
-            series[name] = series[name][: changes["series"]["from"]] + changes["series"][name]
+        for policy, changed in changes.get("series", {}).items():
+            shown = series.setdefault(policy, {})
+            for name in policy_series.SERIES:
+                shown[name] = shown.get(name, [])[: changed["from"]] + changed[name]
         for r in changes.get("rows", ()):
             rows[r["name"]] = rows.get(r["name"], array("I"))[: r["from"]] + array("I", b64decode(r["data"]))
-    assert series == history.series
+    assert series == {p: history.policies[p].columns for p in policies}
     assert rows == {name: row.changes for name, row in history.timeline.rows.items()}
 
 
@@ -137,7 +144,7 @@ def test_there_are_at_most_so_many_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_does_not_grow_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "MAX_POINTS", 64)
+    monkeypatch.setattr(policy_series, "MAX_POINTS", 64)
     monkeypatch.setattr(timeline, "MAX_CHANGES", 256)
     monkeypatch.setattr(timeline, "MAX_ROWS", 8)
     history, sizes = RunHistory(), []

@@ -98,7 +98,7 @@ def test_a_wall_clock_that_is_set_changes_nothing(jump_s: float) -> None:
     for e in log:
         expected.add(e)
         history.add({**e, "t": e["t"] + jump_s} if e["m"] >= 43 else e)
-    assert history.series["t"] == pytest.approx(expected.series["t"], abs=0.02)
+    assert history.policies[""].columns["t"] == pytest.approx(expected.policies[""].columns["t"], abs=0.02)
     for name, row in expected.timeline.rows.items():
         assert list(history.timeline.rows[name].changes) == list(row.changes), name
     assert history.full()["end_s"] == pytest.approx(expected.full()["end_s"], abs=0.02)
@@ -114,7 +114,7 @@ def test_a_run_that_was_resumed_on_another_machine_goes_on_after_its_end() -> No
     history = RunHistory()
     for e in [*log, *later]:
         history.add(e)
-    assert history.series["t"][-2:] == pytest.approx([54.0, 64.0])
+    assert history.policies[""].columns["t"][-2:] == pytest.approx([54.0, 64.0])
     rows = history.timeline.rows["w1"]
     assert STATES[rows.changes[-1] & 15] == "waiting"  # nothing of it was removed
 

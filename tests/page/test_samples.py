@@ -51,7 +51,7 @@ def test_no_samples_if_the_recipe_says_so() -> None:
 
 def test_every_token_has_its_worker_and_observations_have_none() -> None:
     s = SampledResponse(TASK, response("1/0", ("", 1), ("a", 2), ("b#2", 2), tokens=5, observed=2))
-    line = describe(s, 7, 1.0, decode)
+    line = describe(s, 7, 1.0, lambda role: decode)
     assert line["workers"] == [["", 2], ["journal", 1], ["a", 2], ["b#2", 2]]
     assert line["versions"] == [[-1, 2], [3, 5]]
     assert "".join(line["tokens"]) == "ABCDEFG"
@@ -69,7 +69,7 @@ def test_agents_have_turns_tool_calls_and_segments() -> None:
     )  # fmt: skip
     both = replace(part, more=(replace(part, id="1/0+1", prompt=tuple(b"a summary")),), turns=4)
     s = SampledResponse(TASK, both)
-    line = describe(s, 7, 1.0, decode)
+    line = describe(s, 7, 1.0, lambda role: decode)
     assert not s.moved  # every turn has one worker
     assert (line["turns"], line["tools"], line["prompt"]) == (4, 2, "user: 40+2?")
     assert line["calls"] == [[0, "add", '{"a": 1}']]

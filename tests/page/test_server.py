@@ -68,7 +68,7 @@ def test_page_stream_and_samples_need_the_key(tmp_path: Path, monkeypatch: pytes
                 feed.tick()
                 kind, changes = await message(answer.content)
                 assert (kind, changes["history"]["step"]) == ("changes", 3)
-                assert changes["history"]["series"]["step"] == [3]
+                assert changes["history"]["series"][""]["step"] == [3]
         await port.close()
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ KIND = "spot cpu at $1.00/h"
 def snapshot(step: int, count: int, workers: list[str], lease: str = KIND, usd: float = 1.0) -> dict[str, Any]:
     rows = [{"worker": w, "state": "ready", "lease": KIND, "kind": "spot", "price_usd_per_h": usd} for w in workers]
     now = len(rows) - ("local" in workers)
-    return {"step": step, "workers": rows, "advice": [{"lease": lease, "now": now, "count": count, "why": ""}]}
+    return {"advised": step, "workers": rows, "advice": [{"lease": lease, "now": now, "count": count, "why": ""}]}
 
 
 class One:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.models import load
+from windfall.recipe.file import load_recipe
 from windfall.recipe.lora import Lora
+from windfall.recipe.sections import Recipe
 from windfall.run.commands import export, offline
 from windfall.trainer import checkpoint
 from windfall.trainer.model import lora
@@ -29,7 +32,14 @@ lora = { rank = 2 }
 lora = { rank = 3 }
 [policies.reference]
 frozen = true
+[env]
+name = "custom"
+factory = "tests.programs.ask_roles:AskRoles"
+options = { roles = ["solver", "verifier:a", "verifier:b", "reference"] }
+[rollout]
+max_tokens = 24
 """
+NAMED = (1, "solver"), (2, "verifier")
 
 
 @pytest.fixture
@@ -41,7 +51,7 @@ def run(tmp_path: Path) -> Path:
     (folders.policy_folder(folder, "reference") / "tokenizer").mkdir(parents=True)
     model = load.load("tiny", dtype="float32", device="cpu")
     base = AdapterBase(path="tiny", dtype="float32", digest=base_digest(model.state_dict()))
-    for step, (name, rank) in enumerate((("solver", 2), ("verifier", 3)), 1):
+    for step, (name, rank) in ((n, (name, n + 1)) for n, name in NAMED):
         adapters = lora.attach(model, Lora(rank=rank), base="tiny", seed=step, policy=name)
         for layer in adapters.layers.values():
             torch.nn.init.normal_(layer.pair(name).b, 0.0, 0.1)
@@ -81,10 +91,57 @@ def test_policy_must_be_named_if_there_are_several(run: Path, tmp_path: Path) ->
 
 
 def test_model_of_a_policy_is_found(run: Path) -> None:
-    recipe = run / "recipe.toml"
-    step = folders.policy_folder(run, "verifier") / "checkpoints" / "step-000002"
-    assert offline.find_checkpoint(str(run), "verifier") == (str(step), recipe)
-    assert offline.find_checkpoint(str(step)) == (str(step), recipe.resolve())
-    assert offline.find_checkpoint(str(run), "reference") == ("tiny", recipe)
+    steps = [folders.policy_folder(run, name) / "checkpoints" / f"step-00000{n}" for n, name in NAMED]
+    assert offline.find_checkpoint(str(run), "verifier") == str(steps[1])
+    assert offline.find_checkpoint(str(steps[1])) == str(steps[1])
+    assert offline.find_checkpoint(str(run), "reference") == "tiny"
+    assert {offline.find_recipe(str(path)) for path in (run, *steps)} == {run / "recipe.toml"}
     with pytest.raises(WindfallError, match="only a run has policies"):
-        offline.find_checkpoint(str(step), "verifier")
+        offline.find_checkpoint(str(steps[1]), "verifier")
+    with pytest.raises(WindfallError, match="has no recipe"):
+        offline.find_recipe("tiny")
+
+
+def test_frozen_policy_is_not_exported(run: Path) -> None:
+    with pytest.raises(WindfallError, match="is frozen: it is tiny"):
+        export.export(run, None, "reference")
+
+
+def test_models_of_all_policies_are_found(run: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(run / "recipe.toml")
+    solver, verifier = (folders.policy_folder(run, name) / "checkpoints" / f"step-00000{n}" for n, name in NAMED)
+    everything = {"solver": str(solver), "verifier": str(verifier), "reference": "tiny"}
+    assert offline.find_models(str(run), recipe) == offline.find_models(str(run), recipe, "solver") == everything
+    older = shutil.copytree(solver, solver.with_name("older"))
+    assert offline.find_models(str(older), recipe) == everything | {"solver": str(older)}
+    assert offline.find_models("tiny", recipe) == dict.fromkeys(everything, "tiny")
+    elsewhere = str(shutil.copytree(solver, tmp_path / "elsewhere"))
+    found = offline.find_models(elsewhere, recipe, "verifier")
+    assert found == dict.fromkeys(everything, "tiny") | {"verifier": elsewhere}
+    assert offline.find_models(str(run), Recipe(), "verifier") == {"": str(verifier)}
+    with pytest.raises(WindfallError, match="no policy 'coder'") as caught:
+        offline.find_models(str(run), recipe, "coder")
+    assert "solver, verifier, reference" in caught.value.fix
+
+
+def test_policies_of_one_base_are_evaluated_as_their_exported_models(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(run / "recipe.toml")
+    models = offline.find_models(str(run), recipe)
+    exported = {name: str(export.export(run, None, name).folder) for _, name in NAMED}
+
+    def printed(models: Mapping[str, str], policy: str = "") -> list[str]:
+        offline.evaluate(models, recipe, policy=policy, tasks=3, temperature=0.0, show=0 if policy else 3)
+        return capsys.readouterr().out.splitlines()
+
+    together = printed(models)
+    assert together == printed({**models, **exported})
+    roles = ["reference", "solver", "verifier:a", "verifier:b"]
+    assert [line.partition(" reward")[0] for line in together if " reward " in line] == [f"{role}:" for role in roles]
+    alike = printed(dict.fromkeys(models, "tiny"))
+    said = [{line.partition(": ")[2] for line in lines if "mean" not in line} for lines in (together, alike)]
+    assert len(said[0]) > len(said[1])  # adapters differ, so the same question has several answers
+    assert [line for line in together if line.startswith("verifier") and " " in line][-4:] == printed(
+        models, "verifier"
+    )

@@ -560,7 +560,7 @@ def test_advice_is_acted_on_at_the_source_that_it_is_about(tmp_path: Path) -> No
         for step in (1, 2):
             row = {"worker": "slurm1.1-r1#2", "state": "ready", "lease": kind, "kind": "spot", "price_usd_per_h": 2.0}
             advice = [{"lease": kind, "now": 1, "count": 30, "why": ""}]
-            it._autoscale({"step": step, "workers": [row], "advice": advice})
+            it._autoscale({"advised": step, "workers": [row], "advice": advice})
         return {name: provider._count for name, provider in it._scaled.items()}  # pyright: ignore
 
     assert asyncio.run(main()) == {"slurm": 5, "ray": 2}

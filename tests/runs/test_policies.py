@@ -1,29 +1,16 @@
-"""Runs with several policies, from end to end: a trainer is killed, and the weights of all policies are the same."""
+"""Runs with several policies, from end to end: workers, trainers and the controller are killed, and the weights of all
+policies are the same, bit for bit."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from windfall import run_folder as folders
-from windfall.events.log import read
+from tests.support.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, events, finish, steps
 from windfall.run.commands import export
 
 RECIPE = """
-[run]
-name = "two"
-steps = 4
-threads = 1
-deterministic = true
-[model]
-path = "tiny"
 [env]
 name = "custom"
 factory = "examples.solver_verifier:SolverVerifier"
@@ -31,72 +18,42 @@ factory = "examples.solver_verifier:SolverVerifier"
 lora = { rank = 4 }
 [policies.verifier]
 lora = { rank = 4 }
-rollout = { max_tokens = 200 }
+rollout = { max_tokens = 120 }
 [rollout]
-groups = 4
+groups = 3
 group_size = 4
-max_tokens = 100
-[train]
-lr = 2e-3
+max_tokens = 60
 [checkpoint]
 every = 2
-[eval]
-tasks = 0
-[fleet]
-workers = 1
 """
-START = """
-import sys
-from pathlib import Path
-from windfall.recipe.file import load_recipe
-from windfall.run import start
-recipe = load_recipe(Path(sys.argv[1]), sys.argv[2:])
-start.train(recipe, start.new_folder(recipe))
-"""
+TWO_BASES = ("policies.verifier={ rollout = { max_tokens = 120 } }", "fleet.workers=2")
+NAMES = "solver", "verifier"
 
 
-def steps(run: Path) -> list[tuple[str, int]]:
-    events = read(run / "events.jsonl") if (run / "events.jsonl").is_file() else []
-    return [(e["policy"], e["step"]) for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+def check_same(plain: Path, killed: Path, last: int) -> None:
+    assert {*steps(plain)} == {*steps(killed)} == {(name, n) for name in NAMES for n in range(1, last + 1)}
+    for name in NAMES:
+        assert checkpoint_files(plain, name, last) == checkpoint_files(killed, name, last)
 
 
-def trainer_pid(run: Path) -> int:
-    """The process of the trainer that connected last."""
-    ready = [e for e in read(run / "events.jsonl") if e["name"] == "trainer_ready"]
-    return int(ready[-1]["pid"])
-
-
-def finish(folder: Path, kill_after: int | None, *changes: str) -> Path:
-    """A finished run. `kill_after`: kill the trainer of the first base when this many steps were made."""
-    folder.mkdir()
-    (folder / "r.toml").write_text(RECIPE)
-    command = [sys.executable, "-c", START, str(folder / "r.toml"), f"run.folder={folder}", *changes]
-    running = subprocess.Popen(command, stdout=(folder / "out.txt").open("wb"), stderr=subprocess.STDOUT)
-    run, deadline = folder / "two", time.monotonic() + 200
-    try:
-        while running.poll() is None and time.monotonic() < deadline:
-            if kill_after is not None and len(steps(run)) >= kill_after:
-                os.kill(trainer_pid(run), signal.SIGKILL)
-                kill_after = None
-            time.sleep(0.1)
-        assert running.poll() == 0, (folder / "out.txt").read_text()
-        assert kill_after is None
-    finally:
-        running.kill()
-        running.wait()
-    return run
+@pytest.mark.timeout(600)
+def test_kills_change_no_policy(tmp_path: Path) -> None:
+    """Workers come and go; then the trainer is killed, which both policies share, and then the controller."""
+    plain = finish(tmp_path / "a", RECIPE, "run.steps=3")
+    kills = (3, "verifier"), (5, "controller")
+    killed = finish(tmp_path / "b", RECIPE, "run.steps=3", *WORKERS_COME_AND_GO, kills=kills)
+    check_same(plain, killed, 3)
+    assert len({e["pid"] for e in events(killed, "trainer_ready")}) == 2
+    assert events(killed, "worker_lost")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "changes", [(), ("policies.verifier={}", "fleet.workers=2")], ids=["adapters of one base", "two bases"]
-)
-def test_kill_of_a_trainer_changes_no_policy(tmp_path: Path, changes: tuple[str, ...]) -> None:
-    plain, killed = finish(tmp_path / "a", None, *changes), finish(tmp_path / "b", 5, *changes)
-    assert {*steps(plain)} == {*steps(killed)} == {(name, n) for name in ("solver", "verifier") for n in range(1, 5)}
-    for name in ("solver", "verifier"):
-        paths = [folders.policy_folder(run, name) / "checkpoints" / "step-000004" for run in (plain, killed)]
-        hashes = [json.loads((path / "windfall" / "checksums.json").read_text())["files"] for path in paths]
-        assert hashes[0] == hashes[1]
-    assert export.export(killed, None, "verifier").folder.parent == killed / "policies" / "verifier" / "exports"
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("changes", [(), TWO_BASES], ids=["adapters of one base", "two bases"])
+def test_kill_of_each_process_changes_no_policy(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    plain = finish(tmp_path / "plain", RECIPE, "run.steps=4", *changes)
+    for what in ("solver", "verifier", "controller"):
+        killed = finish(tmp_path / what, RECIPE, "run.steps=4", *changes, kills=[(5, what)])
+        check_same(plain, killed, 4)
+    check_same(plain, finish(tmp_path / "workers", RECIPE, "run.steps=4", *changes, *WORKERS_COME_AND_GO), 4)
+    assert export.export(plain, None, "verifier").folder.parent == plain / "policies" / "verifier" / "exports"

@@ -349,8 +349,12 @@ def test_eval_and_generate_verify_their_checkpoint(two_checkpoints: Path, tmp_pa
         with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
             offline.find_checkpoint(str(name))
     shutil.rmtree(run / "checkpoints" / "step-000004")
-    path, recipe = offline.find_checkpoint(str(run))
-    assert (Path(path).name, recipe) == ("step-000002", run / "recipe.toml")
+    assert Path(offline.find_checkpoint(str(run))).name == "step-000002"
+    assert (
+        offline.find_recipe(str(run))
+        == offline.find_recipe(str(run / "checkpoints" / "step-000002"))
+        == run / "recipe.toml"
+    )
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -56,7 +56,7 @@ def build(made: Recipe, folder: Path, orders: Orders | None = None) -> tuple[Ran
         adapters = loaded[name].adapters
         setups[name] = PolicySetup(
             micro_tokens=64, checkpoint=found.path if found and trained else None,
-            adapter=adapters.config if adapters else None, frozen=not trained,
+            adapter=adapters.config if adapters else None,
         )  # fmt: skip
     part = RankPart(made, folder, orders, loaded=loaded)
     setup = Setup(model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False,

@@ -1,19 +1,20 @@
-// Line charts of series, one line per run.
+// Line charts of series, one line per run, or per policy of a run.
 
 import uPlot from "uplot";
 import { graded, h, number } from "./dom";
-import type { Run } from "./run";
+import type { Policy, Run } from "./run";
 import type { Column } from "./types";
 
 export const RUN_COLORS = ["#3b82f6", "#f97316", "#16a34a", "#db2777", "#7c3aed", "#0891b2", "#ca8a04", "#dc2626"];
 export type X = "step" | "t";
-interface Spec { title: string; column: string; unit?: string; more?: string; evals?: boolean }
+// `whole`: policies have it in common.
+interface Spec { title: string; column: string; unit?: string; more?: string; evals?: boolean; whole?: boolean }
 export const LEARNING: Spec[] = [
   { title: "reward", column: "reward", evals: true }, { title: "response length", column: "length", unit: "tokens" },
   { title: "entropy", column: "entropy", unit: "nats" }, { title: "gradient norm", column: "grad_norm" },
   { title: "log-prob disagreement of engine and trainer", column: "engine_gap", unit: "nats" },
   { title: "staleness (mean, max)", column: "staleness_mean", more: "staleness_max", unit: "versions" },
-  { title: "throughput", column: "tok_per_s", unit: "tok/s" }, { title: "workers", column: "workers" },
+  { title: "throughput", column: "tok_per_s", unit: "tok/s", whole: true }, { title: "workers", column: "workers", whole: true },
 ];
 const HEIGHT = 180;
 const INTEGERS = [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((power) => n * 10 ** power)).sort((a, b) => a - b);
@@ -25,18 +26,18 @@ export class Chart {
   constructor(private spec: Spec, private x: X) { new ResizeObserver(() => this.resize()).observe(this.element); }
 
   update(runs: Run[]): void {
-    const { spec } = this, [unit, scale] = this.unit(runs);
+    const { spec } = this, [unit, scale] = this.unit(runs), all = runs.flatMap((run) => run.policies), policies = spec.whole ? runs.map((run) => run.lead) : all;
     const tables: uPlot.AlignedData[] = [], lines: uPlot.Series[] = [{ label: unit, value: (_, v) => number(v) }];
     const has = (column: Column): boolean => column.some((v) => v !== null);
-    runs.forEach((run, n) => {
-      if (!has(run.column(spec.column)) && !(spec.evals && run.history.evals.length)) return; // such as a simulation, which learns nothing
-      const color = RUN_COLORS[n % RUN_COLORS.length]!, name = runs.length > 1 ? run.name : spec.more ? "mean" : spec.unit ?? spec.title;
-      const xs = run.column(this.x).map((v) => (v ?? 0) / scale), columns = [run.column(spec.column)];
+    policies.forEach((policy) => {
+      const { evals } = policy.data, several = policies.length > 1, title = spec.whole ? policy.run.name : label(policy, runs);
+      if (!has(policy.column(spec.column)) && !(spec.evals && evals.length)) return; // such as a simulation, which learns nothing
+      const color = RUN_COLORS[all.indexOf(policy) % RUN_COLORS.length]!, name = several ? title : spec.more ? "mean" : spec.unit ?? spec.title;
+      const xs = policy.column(this.x).map((v) => (v ?? 0) / scale), columns = [policy.column(spec.column)];
       lines.push({ label: name, stroke: color, width: 1.6, spanGaps: true, points: { show: xs.length < 2 }, value: shownValue });
-      if (spec.more) { columns.push(run.column(spec.more)); lines.push({ label: runs.length > 1 ? `${name}, max` : "max", stroke: color, dash: [3, 3], spanGaps: true, points: { show: false }, value: shownValue }); }
+      if (spec.more) { columns.push(policy.column(spec.more)); lines.push({ label: several ? `${name}, max` : "max", stroke: color, dash: [3, 3], spanGaps: true, points: { show: false }, value: shownValue }); }
       tables.push([xs, ...columns] as uPlot.AlignedData);
-      if (spec.evals && run.history.evals.length) {
-        const evals = run.history.evals;
+      if (spec.evals && evals.length) {
         const at = evals.map((e) => (this.x === "step" ? e[0] : e[1]) / scale);
         // The legend says how many responses were graded in the evaluation that it shows.
         const value = (plot: uPlot, v: number | null | undefined, series: number, index: number | null): string => {
@@ -44,7 +45,7 @@ export class Chart {
           return shownValue(plot, v, series, index) + (shown ? graded(shown) : "");
         };
         tables.push([at, evals.map((e) => e[2])] as uPlot.AlignedData);
-        lines.push({ label: `${runs.length > 1 ? `${run.name}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color }, value });
+        lines.push({ label: `${several ? `${title}, ` : ""}held-out`, stroke: color, paths: () => null, points: { show: true, size: 9, fill: color }, value });
       }
     });
     this.element.hidden = !tables.length;
@@ -74,6 +75,9 @@ export class Chart {
   private get width(): number { return Math.max(200, this.element.clientWidth - 16); }
   private resize(): void { if (this.plot && this.element.clientWidth) this.plot.setSize({ width: this.width, height: HEIGHT }); }
 }
+
+// The name of a policy's line: its own, that of its run, or both.
+export const label = (policy: Policy, runs: Run[]): string => [runs.length > 1 ? policy.run.name : "", policy.name].filter(Boolean).join(", ");
 
 // The value at this point, or the last one before it: evaluations are rare, and runs have their steps at different times.
 function shownValue(plot: uPlot, value: number | null | undefined, series: number, index: number | null): string {

@@ -1,6 +1,6 @@
 // The page: loads its data from the file or follows the server, and shows one tab at a time.
 
-import { Chart, histogram, LEARNING, type X } from "./charts";
+import { Chart, histogram, label, LEARNING, type X } from "./charts";
 import { duration, h } from "./dom";
 import { compare, money, now } from "./panels";
 import { Responses } from "./responses";
@@ -110,7 +110,7 @@ class Page {
     if (!this.charts.length) {
       this.charts = (x === "step" ? LEARNING : LEARNING.filter((s) => ["reward", "tok_per_s", "workers", "length"].includes(s.column))).map((spec) => new Chart(spec, x));
     }
-    const extra = x === "step" ? runs.map((run) => histogram(run.history.staleness, runs.length > 1 ? run.name : "")) : [];
+    const extra = x === "step" ? runs.flatMap((run) => run.policies.map((policy) => histogram(policy.data.staleness, label(policy, runs)))) : [];
     const head = x === "t" ? [compare(this.runs.filter((r) => r.history))] : [];
     const grid = h("div", { class: "grid" }, this.charts.map((c) => c.element), extra);
     this.main.replaceChildren(head.length ? h("div", { class: "beside" }, ...head, grid) : grid);

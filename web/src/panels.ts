@@ -1,7 +1,7 @@
 // Now, Money and Compare: cards and tables.
 
 import { card, clip, dollars, duration, graded, h, number, table } from "./dom";
-import type { Run } from "./run";
+import type { Policy, Run } from "./run";
 import { COLORS } from "./timeline";
 import type { Money, Plan } from "./types";
 
@@ -12,29 +12,30 @@ const HOLDER_STATES: Record<string, string> = { paused: "training or paused", pr
 export function now(run: Run): [HTMLElement, HTMLElement] {
   const { history, snapshot } = run, steps = Number(run.recipe.steps ?? history.facts.steps ?? 0), running = run.status === "running";
   const workers = (snapshot?.leases ?? []).reduce((sum, [, , count]) => sum + count, 0);
-  const last = history.evals.at(-1), wait = run.last("train_wait_s"), step_s = run.last("s"), money = history.money;
-  const bound = run.last("staleness_bound"); // null: synchronous, or the log of an older version
-  const busy = trainer(run);
+  const { money } = history, each = (one: (policy: Policy) => HTMLElement): HTMLElement[] => run.policies.map(one);
   const { lost } = history, moved = running ? snapshot?.moved ?? 0 : run.sum("moved");
   return [
     h("div", { class: "cards" },
-      card("step", `${history.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(history.step / steps) : ""),
-      card("reward", number(run.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}${graded(last)}` : ""),
-      card("tokens/s", number(run.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
+      each((p) => card(`step${p.suffix}`, `${p.data.step}${steps ? ` / ${steps}` : ""}`, steps ? progress(p.data.step / steps) : "")),
+      each((p) => { const last = p.data.evals.at(-1); return card(`reward${p.suffix}`, number(p.last("reward")), last ? `held-out: ${number(last[2])} after step ${last[0]}${graded(last)}` : ""); }),
+      card("tokens/s", number(run.lead.last("tok_per_s")), `${number(run.sum("made"))} generated so far`),
       card("cost so far", dollars(money.usd || null), money.usd_per_million !== null ? `${dollars(money.usd_per_million)} per million trained tokens` : "no prices are known"),
-      card(running ? "workers" : "workers at the end", running ? workers : run.last("workers") ?? 0, `${number(lost)} lost so far`),
+      card(running ? "workers" : "workers at the end", running ? workers : run.lead.last("workers") ?? 0, `${number(lost)} lost so far`),
       card("responses open", running ? snapshot?.open ?? "–" : 0, `${running ? `${snapshot?.queued ?? 0} queued; ` : ""}${number(moved)} moved so far`),
-      card("staleness", number(run.last("staleness_mean") ?? 0), `largest: ${number(run.last("staleness_max") ?? 0)}${bound === null ? "" : `; bound: ${number(bound)}`}`),
-      card(running ? "trainer" : "run", running ? busy : run.status, running ? (wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "") : run.sum("s") ? `trainer waited ${((100 * run.sum("train_wait_s")) / run.sum("s")).toFixed(0)} %` : "")),
+      each((p) => { const bound = p.last("staleness_bound"); /* null: synchronous, or the log of an older version */ return card(`staleness${p.suffix}`, number(p.last("staleness_mean") ?? 0), `largest: ${number(p.last("staleness_max") ?? 0)}${bound === null ? "" : `; bound: ${number(bound)}`}`); }),
+      each((p) => trainer(p, running))),
     h("section", {}, history.notes.map((note) => h("p", { class: "dim" }, note)), running && workers ? h("div", { class: "split" }, h("div", {}, h("h2", {}, "Workers by lease and state"), byLease(run)), h("div", {}, h("h2", {}, "Workers"), workerTable(run))) : null,
       h("h2", {}, "Last problems"), problems(run))];
 }
 
 const progress = (share: number): HTMLElement => h("div", { class: "progress" }, h("i", { style: `width:${Math.min(100, 100 * share)}%` }));
 
-function trainer(run: Run): string {
-  const row = run.rows.find((r) => r.name === "trainer");
-  return row?.length ? run.history.states[row.state(row.length - 1)] ?? "–" : "–";
+// What the trainer of a policy does now, or how the run has ended.
+function trainer(policy: Policy, running: boolean): HTMLElement {
+  const { run } = policy, wait = policy.last("train_wait_s"), step_s = policy.last("s"), all_s = policy.sum("s");
+  const row = run.rows.find((r) => r.name === `trainer ${policy.name}`.trim()), state = row?.length ? run.history.states[row.state(row.length - 1)] ?? "–" : "–";
+  if (running) return card(`trainer${policy.suffix}`, state, wait !== null && step_s ? `waited ${((100 * wait) / step_s).toFixed(0)} % of the last step` : "");
+  return card(`run${policy.suffix}`, run.status, all_s ? `trainer waited ${((100 * policy.sum("train_wait_s")) / all_s).toFixed(0)} %` : "");
 }
 
 function byLease(run: Run): HTMLElement {
@@ -43,7 +44,7 @@ function byLease(run: Run): HTMLElement {
 
 function workerTable(run: Run): HTMLElement {
   const shown = run.snapshot?.workers ?? [], lends = shown.some((w) => w.lender);
-  return table(["worker", "device", "state", "version", "running", "tok/s", "age", ...(lends ? ["lends"] : [])], shown.map((w) => [clip(w.worker, 40), clip(w.device, 30), w.state, w.version, `${w.running}/${w.slots}`, number(w.tok_per_s), duration(w.age_s),
+  return table(["worker", "device", "state", "version", "running", "tok/s", "age", ...(lends ? ["lends"] : [])], shown.map((w) => [clip(w.worker, 40), clip(w.device, 30), w.state, `${w.base ?? ""} ${Object.values(w.versions ?? { "": w.version }).join("/")}`.trim(), `${w.running}/${w.slots}`, number(w.tok_per_s), duration(w.age_s),
     ...(lends ? [w.lender ? `${Math.round(100 * w.lender.lent)} % of its time${w.lender.in_use ? "" : ", not in use"}` : ""] : [])]), [3, 4, 5, 6]);
 }
 
@@ -51,7 +52,7 @@ function problems(run: Run): HTMLElement {
   const list = run.history.problems.slice(-15).reverse();
   const unreadable = run.history.unreadable ? h("p", { class: "dim" }, `${run.history.unreadable} events in the log have fields that are not those of windfall. They are left out.`) : null;
   if (!list.length) return unreadable ?? h("p", { class: "dim" }, "None.");
-  return h("div", {}, unreadable, table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? p.source ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)])));
+  return h("div", {}, unreadable, table(["when", "what", "who", "why"], list.map((p) => [duration(p.t), p.name.replaceAll("_", " "), clip(String(p.worker ?? p.response ?? p.peer ?? p.sink ?? p.source ?? p.policy ?? ""), 60), clip(String(p.why ?? p.error ?? ""), 300)])));
 }
 
 export function money(run: Run): HTMLElement {
@@ -78,9 +79,18 @@ export function money(run: Run): HTMLElement {
       ...states.map((state) => [h("span", { class: "key" }, h("i", { style: `background:${stateColor(state)}` }), name(state)), ...holders.map(([holder]) => cell(state, holder)), ...sums(state)]),
       [h("b", {}, "total"), ...holders.map(([, a]) => h("b", {}, Object.keys(a.usd).length ? dollars(sum(a.usd)) : duration(sum(a.seconds)))), h("b", {}, total ? dollars(total) : duration(seconds)), ""],
       ["tokens generated", ...holders.map(([, a]) => number(a.tokens)), number(holders.reduce((x, [, a]) => x + a.tokens, 0)), ""]], [...holders.map((_, n) => n + 1), holders.length + 1, holders.length + 2], "compact") : h("p", { class: "dim" }, "No bill yet: the first one comes with the first step."),
+    byPolicy(run),
     h("h2", {}, "Advice"),
     Object.keys(advice).length ? table(["workers of kind", "now", "advised", "why", "tokens per $ now", "then", "change"], Object.entries(advice).map(([lease, a]) => [clip(lease, 40), number(a.now), number(a.count), clip(a.why, 300), number(a.tokens_per_usd_now), number(a.tokens_per_usd_best), change(a.tokens_per_usd_now, a.tokens_per_usd_best)]), [1, 2, 4, 5, 6]) : m.gathering ? null : h("p", { class: "dim" }, "None."),
     m.gathering ? h("p", {}, m.gathering) : null);
+}
+
+// What each of several policies cost.
+function byPolicy(run: Run): HTMLElement | null {
+  const { money: m } = run.history, all = Object.entries(m.policies).filter(([name]) => name);
+  const trained = (name: string): number => run.history.policies[name]?.trained ?? 0;
+  return all.length ? h("section", {}, h("h2", {}, "By policy"), table(["policy", "cost", "share", "tokens trained", "$ per million"],
+    all.map(([name, usd]) => [clip(name, 40), dollars(usd), m.usd ? percent(usd / m.usd) : "–", number(trained(name)), dollars(trained(name) && usd ? (1e6 * usd) / trained(name) : null)]), [1, 2, 3, 4], "compact")) : null;
 }
 
 // What was spent on a state, by which states are ordered: dollars, or seconds if nothing has a price.
@@ -102,48 +112,48 @@ function holderCard(holder: string, m: Money): HTMLElement {
   return card(holder === "trainer" ? "trainer's machine" : `${holder} workers`, usd === null ? "no price" : dollars(usd), facts.filter(Boolean).join("; "));
 }
 
-// One column of the comparison: a run, or the plan of a run.
-interface Column { title: string; run: Run; plan: Plan | null; base: Column | null }
+// One column of the comparison: a policy of a run, or the plan of a run.
+interface Column { title: string; policy: Policy; plan: Plan | null; base: Column | null }
 
 function columns(runs: Run[]): Column[] {
   const out: Column[] = [];
-  for (const run of runs) {
-    const base = out[0] ?? null, plan = run.recipe.plan ?? null;
-    const column = { title: `${run.name} (${run.status})`, run, plan: null, base };
+  for (const run of runs) for (const policy of run.policies) {
+    const base = out.find((c) => c.policy.name === policy.name) ?? null, plan = run.recipe.plan ?? null;
+    const column = { title: `${run.name}${policy.suffix} (${run.status})`, policy, plan: null, base };
     out.push(column);
-    if (plan) out.push({ title: `${run.name} (planned)`, run, plan, base: column });
+    if (plan && policy === run.lead) out.push({ title: `${run.name} (planned)`, policy, plan, base: column });
   }
   return out;
 }
 
 // `planned`: what a plan says about the same thing.
-interface Line { label: string; value: (run: Run) => number | null; planned?: (plan: Plan) => number | null; format: (v: number | null) => string; note?: (run: Run) => string }
+interface Line { label: string; value: (policy: Policy) => number | null; planned?: (plan: Plan) => number | null; format: (v: number | null) => string; note?: (policy: Policy) => string }
 const LINES: Line[] = [
-  { label: "steps", value: (r) => r.history.step, format: number },
-  { label: "time", value: (r) => r.end_s, format: (v) => (v === null ? "–" : duration(v)) },
-  { label: "seconds per step", value: (r) => mean(r, "s"), planned: (p) => p.step_s, format: number },
-  { label: "reward of the last step", value: (r) => r.last("reward"), format: number },
-  { label: "reward on held-out tasks", value: (r) => r.history.evals.at(-1)?.[2] ?? null, format: number, note: (r) => (r.history.evals.length ? graded(r.history.evals.at(-1)!) : "") },
-  { label: "tokens generated per second", value: (r) => rate(r, "made"), format: number },
-  { label: "tokens trained per second", value: (r) => rate(r, "trained"), planned: (p) => p.tok_per_s, format: number },
-  { label: "tokens trained", value: (r) => r.history.money.trained, format: number },
-  { label: "cost", value: (r) => r.history.money.usd || null, format: dollars },
-  { label: "$ per hour", value: (r) => (r.history.money.usd && r.end_s ? (3600 * r.history.money.usd) / r.end_s : null), planned: (p) => p.usd_per_h, format: dollars },
-  { label: "$ per million trained tokens", value: (r) => perMillion(r), planned: (p) => p.usd_per_million, format: dollars },
-  { label: "workers, mean", value: (r) => mean(r, "workers"), planned: (p) => p.workers, format: number },
-  { label: "workers lost", value: (r) => r.history.lost, format: number },
-  { label: "responses moved", value: (r) => r.sum("moved"), format: number },
-  { label: "tokens prefilled again", value: (r) => r.sum("prefilled_again"), format: number },
-  { label: "trainer waited", value: (r) => share(r), format: (v) => (v === null ? "–" : percent(v)) },
+  { label: "steps", value: (p) => p.data.step, format: number },
+  { label: "time", value: (p) => p.run.end_s, format: (v) => (v === null ? "–" : duration(v)) },
+  { label: "seconds per step", value: (p) => mean(p, "s"), planned: (plan) => plan.step_s, format: number },
+  { label: "reward of the last step", value: (p) => p.last("reward"), format: number },
+  { label: "reward on held-out tasks", value: (p) => p.data.evals.at(-1)?.[2] ?? null, format: number, note: (p) => (p.data.evals.length ? graded(p.data.evals.at(-1)!) : "") },
+  { label: "tokens generated per second", value: (p) => rate(p, "made", p.run.policies), format: number },
+  { label: "tokens trained per second", value: (p) => rate(p, "trained"), planned: (plan) => plan.tok_per_s, format: number },
+  { label: "tokens trained", value: (p) => p.data.trained, format: number },
+  { label: "cost", value: (p) => usd(p), format: dollars },
+  { label: "$ per hour", value: (p) => (usd(p) && p.run.end_s ? (3600 * usd(p)!) / p.run.end_s : null), planned: (plan) => plan.usd_per_h, format: dollars },
+  { label: "$ per million trained tokens", value: (p) => perMillion(p), planned: (plan) => plan.usd_per_million, format: dollars },
+  { label: "workers, mean", value: (p) => mean(p, "workers"), planned: (plan) => plan.workers, format: number },
+  { label: "workers lost", value: (p) => p.run.history.lost, format: number },
+  { label: "responses moved", value: (p) => p.run.sum("moved"), format: number },
+  { label: "tokens prefilled again", value: (p) => p.run.sum("prefilled_again"), format: number },
+  { label: "trainer waited", value: (p) => share(p), format: (v) => (v === null ? "–" : percent(v)) },
 ];
 
 export function compare(runs: Run[]): HTMLElement {
   const all = columns(runs), simulated = runs.some((r) => r.status === "simulated"), planned = all.some((c) => c.plan);
-  const value = (line: Line, c: Column): number | null => (c.plan ? line.planned?.(c.plan) ?? null : line.value(c.run));
+  const value = (line: Line, c: Column): number | null => (c.plan ? line.planned?.(c.plan) ?? null : line.value(c.policy));
   const cell = (line: Line, c: Column): (string | HTMLElement)[] => {
     const v = value(line, c), base = c.base ? value(line, c.base) : null;
     if (v === null && c.plan) return [""];
-    return [line.format(v), c.plan ? "" : line.note?.(c.run) ?? "", v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
+    return [line.format(v), c.plan ? "" : line.note?.(c.policy) ?? "", v !== null && base ? h("span", { class: "dim" }, ` (${v >= base ? "+" : ""}${((100 * v) / base - 100).toFixed(1)} %)`) : ""];
   };
   const notes = [
     all.length > 1 ? `Percentages: relative to ${runs[0]!.name}${planned ? "; those of a plan: relative to its run" : ""}.` : "Give several runs to see them beside each other, for example a run, and a simulation that predicts it: windfall page RUN OTHER",
@@ -154,9 +164,11 @@ export function compare(runs: Run[]): HTMLElement {
   return h("section", {}, table(["", ...all.map((c) => c.title)], LINES.map((line) => [line.label, ...all.map((c) => cell(line, c))]), all.map((_, n) => n + 1), "compact"), notes.filter(Boolean).map((text) => h("p", { class: "dim" }, text)));
 }
 // Steps after the first one, which includes start-up. In a run that is so long that a point has several steps, that does not matter.
-const later = (r: Run, column: string): number[] => r.column(column).slice(r.history.stride === 1 && r.column("step").length > 1 ? 1 : 0).filter((v): v is number => v !== null);
+const later = (p: Policy, column: string): number[] => p.column(column).slice(p.data.stride === 1 && p.column("step").length > 1 ? 1 : 0).filter((v): v is number => v !== null);
 const total = (values: number[]): number => values.reduce((x, y) => x + y, 0);
-const mean = (r: Run, column: string): number | null => { const v = later(r, column); return v.length ? total(v) / v.length / (column === "s" ? r.history.stride : 1) : null; };
-const rate = (r: Run, column: string): number | null => { const s = total(later(r, "s")); return s ? total(later(r, column)) / s : null; };
-const perMillion = (r: Run): number | null => { const tokens = total(later(r, "trained")), usd = total(later(r, "usd")); return tokens && usd ? (1e6 * usd) / tokens : null; };
-const share = (r: Run): number | null => { const s = total(later(r, "s")); return s ? total(later(r, "train_wait_s")) / s : null; };
+const mean = (p: Policy, column: string): number | null => { const v = later(p, column); return v.length ? total(v) / v.length / (column === "s" ? p.data.stride : 1) : null; };
+// What these policies made in the steps of this one, per second.
+const rate = (p: Policy, column: string, of = [p]): number | null => { const s = total(later(p, "s")); return s ? total(of.flatMap((q) => later(q, column))) / s : null; };
+const usd = (p: Policy): number | null => p.run.history.money.policies[p.name] || null;
+const perMillion = (p: Policy): number | null => { const tokens = total(later(p, "trained")), cost = total(later(p, "usd")); return tokens && cost ? (1e6 * cost) / tokens : null; };
+const share = (p: Policy): number | null => { const s = total(later(p, "s")); return s ? total(later(p, "train_wait_s")) / s : null; };

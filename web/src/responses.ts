@@ -86,7 +86,7 @@ export class Responses {
     this.detail.replaceChildren(
       h("div", { class: "bar" }, "color by ", buttons, h("div", { class: "legend" }, keys.map(([text, c]) => h("span", { class: "key" }, h("i", { style: `background:${c}` }), clip(text!, 40))))),
       h("p", { class: "dim" }, `${parts.filter(Boolean).join(", ")}; `, clip(`task ${s.task}, response ${s.id}`, 200)),
-      ...segments.flatMap((g, n) => [n ? h("h2", {}, `segment ${n + 1}: the agent changed its history`) : "", ...segment(g, s.turns > 1 || segments.length > 1, color)]));
+      ...segments.flatMap((g, n) => [n || g.role ? h("h2", {}, `segment ${n + 1}: ${g.role ?? "the agent changed its history"}`) : "", ...segment(g, s.turns > 1 || segments.length > 1, color)]));
   }
 }
 

@@ -1,6 +1,6 @@
 // A run in the browser: what the server sent, with rows as typed arrays, and later changes applied to it.
 
-import type { Changes, Column, HistoryData, Move, RowData, RunData, Sample, SampleHead, Snapshot } from "./types";
+import type { Changes, Column, HistoryData, Move, PolicyData, RowData, RunData, Sample, SampleHead, Series, Snapshot } from "./types";
 
 export class Row {
   changes = new Uint32Array(16); // tenths of a second times 16, plus the state
@@ -35,11 +35,33 @@ export class Row {
   }
 }
 
+// One policy of a run, step by step. A run has one, without a name, or several.
+export class Policy {
+  series: Record<string, Column> = {};
+  constructor(public name: string, public run: Run) {}
+  get data(): PolicyData { return this.run.history.policies[this.name] ?? { step: 0, stride: 1, trained: 0, evals: [], staleness: [] }; }
+  last(name: string): number | null { return this.series[name]?.findLast((v) => v !== null) ?? null; }
+  column(name: string): Column { return this.series[name] ?? []; }
+  sum(name: string): number { return this.column(name).reduce<number>((total, v) => total + (v ?? 0), 0); }
+  // After the name of something, such as "reward".
+  get suffix(): string { return this.name ? `, ${this.name}` : ""; }
+
+  apply(series: Series): boolean {
+    for (const [name, column] of Object.entries(series)) {
+      if (typeof column === "number") continue;
+      const before = this.column(name);
+      if (before.length < series.from) return false;
+      this.series[name] = series.from ? before.slice(0, series.from).concat(column) : column;
+    }
+    return true;
+  }
+}
+
 export class Run {
   name = ""; status = ""; recipe: RunData["recipe"] = {};
   history!: HistoryData;
   snapshot: Snapshot | null = null;
-  series: Record<string, Column> = {};
+  policies: Policy[] = [];
   rows: Row[] = [];
   samples: Sample[] = [];
   moves: Move[] = [];
@@ -51,7 +73,7 @@ export class Run {
   replace(data: RunData): void {
     this.recipe = data.recipe ?? {};
     this.samples = data.samples ?? [];
-    this.series = {};
+    this.policies = [];
     this.rows = [];
     this.moves = []; this.movesFrom = 0; this.snapshot = null;
     this.byName.clear();
@@ -63,12 +85,8 @@ export class Run {
     const { series, rows, moves, ...history } = data.history;
     this.name = data.name ?? this.name; this.status = data.status ?? this.status;
     if (data.snapshot) this.snapshot = { ...this.snapshot, ...data.snapshot };
-    for (const [name, column] of Object.entries(series ?? {})) {
-      if (typeof column === "number") continue;
-      const before = this.series[name] ?? [];
-      if (before.length < series!.from) return false;
-      this.series[name] = series!.from ? before.slice(0, series!.from).concat(column) : column;
-    }
+    if (history.policies) this.policies = Object.keys(history.policies).map((name) => this.policies.find((p) => p.name === name) ?? new Policy(name, this));
+    for (const policy of this.policies) if (series?.[policy.name] && !policy.apply(series[policy.name]!)) return false;
     if (moves) {
       if (moves.from < this.movesFrom || moves.from > this.movesFrom + this.moves.length) { this.moves = []; this.movesFrom = moves.from; }
       this.moves = this.moves.slice(0, moves.from - this.movesFrom).concat(moves.list);
@@ -96,14 +114,14 @@ export class Run {
     const now = this.status === "running" && this.snapshot?.t && this.history.start_t ? this.snapshot.t - this.history.start_t : 0;
     return Math.max(this.history.end_s, now);
   }
-  last(name: string): number | null { return this.series[name]?.findLast((v) => v !== null) ?? null; }
-  column(name: string): Column { return this.series[name] ?? []; }
-  sum(name: string): number { return this.column(name).reduce<number>((total, v) => total + (v ?? 0), 0); }
+  // The first policy, for what all have in common.
+  get lead(): Policy { return this.policies[0]!; }
+  sum(name: string): number { return this.policies.reduce((total, policy) => total + policy.sum(name), 0); }
 }
 
 const names = new Intl.Collator("en", { numeric: true });
 // The trainer, its own engine, workers that the run pays for, lenders.
-const order = (row: Row): number => (row.name === "trainer" ? 0 : row.name === "local" ? 1 : row.facts.lease === "borrowed" ? 3 : 2);
+const order = (row: Row): number => (row.name.startsWith("trainer") ? 0 : row.name === "local" ? 1 : row.facts.lease === "borrowed" ? 3 : 2);
 const MAX_MOVES = 20_000;
 
 function decode(base64: string): Uint32Array {

@@ -139,7 +139,7 @@ export class Timeline {
       const y = HEAD + n * row - box.scrollTop;
       this.bars(c, run.rows[n]!, y, width);
       c.fillStyle = ink;
-      c.fillText(clip(run.rows[n]!.name, 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
+      c.fillText(clip(run.rows[n]!.name.replace("trainer ", ""), 15).slice(0, 16), 4, y + row / 2 + 4, this.label - 8);
     }
     if (this.arcs) this.paintArcs(c);
     c.restore();
@@ -153,7 +153,7 @@ export class Timeline {
       c.strokeRect(x, 0, 0, height);
       if (x + 3 + c.measureText(text).width < width) c.fillText(text, x + 3, 14);
     }
-    const ends = this.run.column("t"), numbers = this.run.column("step");
+    const ends = this.run.lead.column("t"), numbers = this.run.lead.column("step");
     let shown = 0;
     for (const t of ends) if (t !== null && t >= this.from && t <= this.to) shown++;
     if (!shown || (width - this.label) / shown <= 5) return;

@@ -12,19 +12,22 @@ export interface Money {
   borrowed: { tokens: number; share: number; hours: number; saved_usd: number | null; priced_as: string } | null;
   alone: { usd: number | null; usd_per_million: number | null; s: number; tok_per_s: number; measured_on: string } | null;
   gathering: string;
+  policies: Record<string, number>; // dollars, which add up to the bill
 }
 export interface Advice { now: number | null; count: number | null; tokens_per_usd_now: number | null; tokens_per_usd_best: number | null; why: string }
 // Step, seconds, reward, graded responses, all responses. The log of an older version does not have the numbers of responses.
 export type Evaluation = [number, number, number | null, number | null, number | null];
+// By name of the policy; "" if the run has one.
+export interface PolicyData { step: number; stride: number; trained: number; evals: Evaluation[]; staleness: number[] }
 export interface HistoryData {
-  number: number; start_t: number | null; end_s: number; states: string[]; stride: number; step: number; lost: number; facts: Facts;
-  ended: { step: number; finished: boolean } | null; evals: Evaluation[]; problems: Problem[];
-  moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money; staleness: number[];
-  dropped_rows: number; unreadable: number; notes: string[]; series: Series; rows: RowData[];
+  number: number; start_t: number | null; end_s: number; states: string[]; step: number; lost: number; facts: Facts;
+  ended: { step: number; finished: boolean } | null; problems: Problem[]; policies: Record<string, PolicyData>;
+  moves: { from: number; list: Move[] }; advice: Record<string, Advice>; money: Money;
+  dropped_rows: number; unreadable: number; notes: string[]; series: Record<string, Series>; rows: RowData[];
 }
 export interface WorkerNow {
   worker: string; lease: string; kind: string; device: string; state: string; running: number; slots: number;
-  tok_per_s: number; age_s: number; version: number;
+  tok_per_s: number; age_s: number; version: number; base?: string; versions?: Record<string, number>;
   lender?: { in_use: boolean; slots: number; state: string; use: number; lent: number };
 }
 export interface Snapshot {
@@ -38,7 +41,7 @@ export interface SampleHead {
 // `calls`: the position of the first token of the turn that made it, the tool and its arguments.
 export interface Segment {
   prompt: string; cut: number; tokens: string[]; logprobs: (number | null)[]; versions: [number, number][]; workers: [string, number][];
-  calls?: [number, string, string][];
+  calls?: [number, string, string][]; role?: string;
 }
 export interface Sample extends SampleHead, Segment { more?: Segment[]; scores?: [string, number | null][] }
 // What `windfall plan` predicted of a step.

@@ -99,7 +99,7 @@ class ControllerLife:
             events=events, journal=journal, patience=patience, techniques=t,
             versions=_versions(recipe), on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
-            order=recipe.rollout.order, step_groups=recipe.rollout.groups,
+            order=recipe.rollout.order, step_groups=recipe.rollout.fresh_groups,
             directories={name: _directory(recipe) for name in recipe.names()},
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
@@ -141,7 +141,8 @@ class ControllerLife:
             await policy.connected()
         recipe, hello = self.recipe, self.lead.hello
         if not self.resumed:
-            self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
+            bases = {"bases": self._bases} if recipe.policies else {}
+            self.events.instant("start", step=hello.step, steps=recipe.run.steps, **bases, **hello.facts)
         texts = {name: text(name) for name in self.policies}
         rollout = self.rollout = Rollout(self.dispatch, env, texts, recipe, seed=recipe.run.seed, events=self.events)
         for name, policy in self.policies.items():
@@ -325,8 +326,8 @@ class ControllerLife:
 
     def counters(self, policy: RunPolicy, last: StepMeasurement | None, staleness: dict[str, Any]) -> dict[str, Any]:
         """What happened to the fleet since the last step of any policy. `last`: the measurements of this step."""
-        now_s = asyncio.get_running_loop().time()
-        return {**self.report.counters(last, now_s, staleness, self._base_of(policy.name)), **self._count_agents()}
+        now_s, done = asyncio.get_running_loop().time(), policy.state.step >= self.recipe.run.steps
+        return {**self.report.counters(last, now_s, staleness, policy.name, done=done), **self._count_agents()}
 
     def _base_of(self, policy: str) -> str:
         return next(base for base, names in self._bases.items() if policy in names)
@@ -358,7 +359,7 @@ class ControllerLife:
 
 def _lowest_task(states: Sequence[CheckpointState]) -> int:
     """The first task that is needed to continue from these states."""
-    return min(min((*state.open_tasks, state.next_task)) for state in states)
+    return min(min((*state.open_tasks, *state.replay, state.next_task)) for state in states)
 
 
 def _versions(recipe: Recipe) -> list[PolicyVersions]:

@@ -5,7 +5,6 @@ have more."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from windfall.algorithms.base import Algorithm, Outcome
 from windfall.training import Sample, samples_of
@@ -28,13 +27,13 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
 
 def informative(group: Group, algorithm: Algorithm, limit: int) -> bool:
     """Whether anything can be learned from the responses of some role."""
-    return any(algorithm.informative(outcomes(role, limit)) for role in _roles(group))
+    return any(algorithm.informative(outcomes(role, limit)) for role in group.by_role().values())
 
 
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: int | None = None) -> list[list[Sample]]:
     """The samples of each group. Responses without a reward are left out, also from the advantages of their group. The
     lags are those at the trainer's `version`; None: all tokens count as fresh. Raises ValueError if one is newer."""
-    roles = [_roles(group) for group in groups]
+    roles = [group.by_role().values() for group in groups]  # only responses of the same role are compared
     advantages = iter(algorithm.advantages([outcomes(role, limit) for row in roles for role in row]))
     return [
         [
@@ -47,12 +46,3 @@ def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: i
         ]
         for row in roles
     ]
-
-
-def _roles(group: Group) -> list[Group]:
-    """The responses of each role. A policy may have several roles, such as both players of a game, and only responses
-    of the same role are compared."""
-    roles = dict.fromkeys(r.role for r in group.responses)
-    if len(roles) < 2:
-        return [group]
-    return [replace(group, responses=tuple(r for r in group.responses if r.role == role)) for role in roles]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -79,25 +79,59 @@ def can_pipeline(recipe: Recipe) -> bool:
     return algorithm.scope == "group" and recipe.train.minibatches == 1 and recipe.techniques.pipelining
 
 
+@dataclass(slots=True)
+class _PolicySteps:
+    """What is known of the steps of one policy."""
+
+    base: str
+    bound: int
+    """Its rollout.staleness."""
+    staleness: dict[str, Any] | None = None
+    """Of the last step, as the snapshot shows it."""
+    train_wait_s: float | None = None
+    """Of the last step."""
+    tokens: int = 0
+    """Tokens of all policies since its last step."""
+    others_s: float = 0.0
+    """Seconds since its last step in which its trainer trained other policies on the same base."""
+    wait_share: float = math.inf
+    """Recent share of the time in which its trainer had nothing to train on; infinite: not known, or it is done."""
+
+    def measured(self, last: StepMeasurement) -> StepMeasurement:
+        """The step from the view of its trainer: with the tokens of all policies that were generated meanwhile, and
+        without waits in which it trained another policy."""
+        train_s, wait_s = last.train_s + self.others_s, max(0.0, last.train_wait_s - self.others_s)
+        measured = replace(last, tokens=self.tokens, train_s=train_s, train_wait_s=wait_s)
+        share = wait_s / max(1e-9, train_s + wait_s)
+        self.wait_share = share if self.wait_share == math.inf else (self.wait_share + share) / 2
+        self.tokens, self.others_s = 0, 0.0
+        return measured
+
+
 class FleetReport:
     def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog, advisor: type[Advisor] = Advisor) -> None:
-        f, o = recipe.fleet, recipe.rollout
+        f, o, bases = recipe.fleet, recipe.rollout, recipe.bases()
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
         self._drafts_counted = DraftCounts()
-        self._staleness: dict[str, Any] | None = None
-        """`staleness` of the snapshot."""
+        of_policy = {name: recipe.of(name) for name in recipe.names()}
+        base_of = {name: base for base, names in bases.items() for name in names}
+        self._policies = {n: _PolicySteps(base_of[n], of.rollout.staleness) for n, of in of_policy.items()}
         self._advisor = advisor(
-            dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
-            max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
+            dispatch, responses=o.fresh_groups * o.group_size, max_count=MAX_ADVISED,
+            trainer_usd_per_h=f.trainer_price_usd_per_h * len(bases),
+            overlap=all(map(can_pipeline, of_policy.values())),
+            asynchronous=any(p.bound for p in self._policies.values()),
         )  # fmt: skip
 
     def counters(
-        self, last: StepMeasurement | None, now_s: float, staleness: dict[str, Any], base: str = ""
+        self, last: StepMeasurement | None, now_s: float, step: dict[str, Any], policy: str = "", *, done: bool = False
     ) -> dict[str, Any]:
-        """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step.
-        `staleness`: fields of its event, which are shown in the next snapshots. `base`: that of its trainer."""
-        self._staleness = self._shown(staleness)
+        """What happened to the fleet since the last step of any policy, and its cost. `last`: the measurements of the
+        step that ended now. `step`: fields of its event, which are shown in the next snapshots. `done`: it was the last
+        step of this policy."""
+        own = self._policies[policy]
+        own.staleness, own.train_wait_s = _shown(step, own.bound), step["train_wait_s"]
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
             "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
@@ -109,11 +143,18 @@ class FleetReport:
         differences = {k: v - self._counted.get(k, 0) for k, v in now.items()}
         self._counted = now
         if last is not None:
-            self._advise(last, now_s)
-            accounts, asynchronous = self._dispatch.accounts, self._recipe.rollout.staleness > 0
+            for name, other in self._policies.items():
+                other.tokens += last.tokens
+                other.others_s += last.train_s if name != policy and other.base == own.base else 0.0
+            last, accounts = own.measured(last), self._dispatch.accounts
+            # More workers help only until the trainer that waits least is busy.
+            if own.wait_share <= min(p.wait_share for p in self._policies.values()):
+                self._advise(last, now_s, own)
+            if done:
+                own.wait_share = math.inf
             # In synchronous training the trainer's engine is paused while the trainer trains or waits.
-            if not (asynchronous and accounts.trainer_trained(now_s, last.train_s, base)):
-                accounts.trainer_waited(now_s, last.train_wait_s, base)
+            if not (own.bound and accounts.trainer_trained(now_s, last.train_s, own.base)):
+                accounts.trainer_waited(now_s, last.train_wait_s, own.base)
         return {
             **differences,
             **self._drafts(),
@@ -158,8 +199,8 @@ class FleetReport:
         """The bill for the time since the last one."""
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
-    def _advise(self, last: StepMeasurement, now_s: float) -> None:
-        held_s = (self._staleness or {}).get("held_s") or 0.0
+    def _advise(self, last: StepMeasurement, now_s: float, policy: _PolicySteps) -> None:
+        held_s = (policy.staleness or {}).get("held_s") or 0.0
         for kind, a in self._advisor.step(last, now_s, held_s).items():
             self._events.instant(
                 "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
@@ -171,21 +212,13 @@ class FleetReport:
         here = [(w.name, w.capacity) for w in self._dispatch.members.here()]
         return {name: [round(c.lent, 2), round(c.use, 2)] for name, c in here if c is not None}
 
-    def _shown(self, fields: dict[str, Any]) -> dict[str, Any] | None:
-        """`staleness` of the snapshot. None: the run is synchronous."""
-        if not self._recipe.rollout.staleness:
-            return None
-        values = {key: fields[name] for key, name in STALENESS.items()}
-        # A mean over no responses is NaN, which JSON does not have.
-        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
-        return {"bound": self._recipe.rollout.staleness, "counts": fields["staleness_counts"], **finite}
-
     def snapshot(
-        self, *, step: int, now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
+        self, *, steps: Mapping[str, int], now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
-        `ended`: how the run ended, or None while it runs. `graders`: how busy the environment is."""
-        ledger, offer = self._dispatch.ledger, self._dispatch.lead.offer
+        """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive. `steps`: by
+        policy that is trained. `ended`: how the run ended, or None while it runs. `graders`: how busy the environment
+        is."""
+        ledger, policies = self._dispatch.ledger, {n: self._policy(n, steps.get(n)) for n in self._policies}
         members = list(self._dispatch.members.all.values())
         gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
         workers = [
@@ -193,7 +226,8 @@ class FleetReport:
                 "worker": w.id, "lease": prices.kind(w.lease, lends=w.lends), "kind": w.lease.kind,
                 "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
-                "version": w.first.version, "running": ledger.running(w.id), "slots": w.slots,
+                "version": w.first.version, "base": w.base, "versions": {n: held.version for n, held in w.held.items()},
+                "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
                 "why": w.why, **_cache(w), **_lender(w),
             }
@@ -202,17 +236,34 @@ class FleetReport:
         ]  # fmt: skip
         return {
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
-            "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
+            **next(iter(policies.values())), "policies": policies, "steps": self._recipe.run.steps, "ended": ended,
             "queued": ledger.queued, "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
-            "staleness": self._staleness, "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
-            "weights": self._dispatch.weights.directory.traffic.describe(),
-            "gathering": msgspec.to_builtins(self._dispatch.accounts.gathering),
+            "graders": graders, "drafts": self._dispatch.members.drafts.describe(),
+            "gathering": msgspec.to_builtins(self._dispatch.accounts.gathering), "advised": self._advisor.steps,
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()
             ],
         }  # fmt: skip
+
+    def _policy(self, name: str, step: int | None) -> dict[str, Any]:
+        """A policy in the snapshot. `step` is None if it is not trained."""
+        offer, own = self._dispatch.versions[name].offer, self._policies[name]
+        return {
+            "step": step, "version": offer.version if offer else None, "staleness": own.staleness,
+            "train_wait_s": own.train_wait_s, "weights": self._dispatch.weights.directories[name].traffic.describe(),
+        }  # fmt: skip
+
+
+def _shown(step: dict[str, Any], bound: int) -> dict[str, Any] | None:
+    """`staleness` of the snapshot, from the fields of a step. None: the policy is trained synchronously."""
+    if not bound:
+        return None
+    values = {key: step[name] for key, name in STALENESS.items()}
+    # A mean over no responses is NaN, which JSON does not have.
+    finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
+    return {"bound": bound, "counts": step["staleness_counts"], **finite}
 
 
 def _lender(member: Member) -> dict[str, Any]:

@@ -19,7 +19,7 @@ trainer is lost, the others go on. Once it is replaced, the stream stops until i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
@@ -27,11 +27,13 @@ from windfall.algorithms.base import Algorithm
 from windfall.controller.credit import informative
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.scheduling.admission import Admission
+from windfall.controller.scheduling.selection import PromptSelection, Replay
 from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.step_batch import StepBatch
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
-from windfall.types import Group
+from windfall.training import CheckpointState
+from windfall.types import Group, Task
 
 NOT_ASKED_BATCHES = 3
 """The run ends if nothing asked for a policy in this many of its batches of tasks."""
@@ -68,6 +70,10 @@ class PolicyGroups:
         self.admission = generation.gate.admissions[name]
         self.pace = pace
         self.asynchronous = recipe.rollout.staleness > 0
+        self.lagging = self.asynchronous or self._options.replay > 0
+        """Tokens may be of an older version than the trainer's."""
+        self._replay = Replay(groups=self._options.groups - self._options.fresh_groups, age=self._options.replay_age)
+        self.selection = PromptSelection(recipe.run.seed) if self._options.select == "greso" else None
         # Neither their credit nor their mini-batch depends on other groups.
         self.one_by_one = algorithm.scope == "group" and recipe.train.minibatches == 1
         """Groups are trained on one by one."""
@@ -79,6 +85,8 @@ class PolicyGroups:
         """A step has begun and is not published; the policy has been restored since the controller started."""
         self.held_s = 0.0
         """Seconds since the last step was logged in which admission held generation back."""
+        self._counted = 0.0, 0
+        """When the policy's last step was logged (loop time, seconds), and how many tokens the run had generated."""
         self._error: BaseException | None = None
         self._replaced: list[Group] = []
         """Replaced groups that no batch has counted yet."""
@@ -98,6 +106,14 @@ class PolicyGroups:
             yield
             self.restored = True
 
+    async def restore(self, state: CheckpointState) -> None:
+        """Continue from this state, with the groups that may be replayed. The stream stands still."""
+        if self.selection is not None:
+            self.selection.restore(state.selection)
+        groups = [group.of(self._name) for group in await self._generation.read_groups(state.replay)]
+        self._replay.groups.clear()
+        self._replay.groups.extend(group for group in groups if group.responses)
+
     def begin_step(self) -> None:
         self.in_step = True
         self._generation.admit()
@@ -105,12 +121,42 @@ class PolicyGroups:
     def step_logged(self) -> None:
         """Start counting anew. At once: generation may go on between two steps, with tokens of the next one."""
         self._generation.reset_counters()
+        self.count_from_now()
         self.held_s = 0.0
+        if self.selection is not None:
+            self.selection.skipped.clear()
+
+    def count_from_now(self) -> None:
+        self._counted = now_s(), self._generation.generated
+
+    def tok_per_s(self, seconds: float) -> float:
+        """Tokens per second of all policies since this policy's last step was logged. In synchronous training, nothing
+        was generated before the step, which took `seconds`."""
+        since_s, before = self._counted
+        return (self._generation.generated - before) / (now_s() - since_s if self.asynchronous else seconds)
 
     def published(self) -> None:
         """The next version exists."""
         self.in_step = False
         self._generation.published(self._name)
+
+    def new_batch(self) -> StepBatch:
+        """A batch with the groups to replay."""
+        batch = StepBatch()
+        for group in self._replay.take(self.admission.version):
+            batch.replay(group, self._micro_tokens)
+        return batch
+
+    def state_after(self, step: int, batch: StepBatch) -> CheckpointState:
+        """The state of the policy once this step is trained on its batch, which is complete."""
+        admission, replay, selection = self.admission, self._replay.groups, self.selection
+        replay.extend(group for group in batch.fresh if batch.outcomes[group.index][1] == "informative")
+        if selection is not None:
+            selection.end_step(batch.outcomes)
+        return CheckpointState(
+            step=step, next_task=admission.next_task, open_tasks=admission.open_tasks,
+            replay=tuple(group.index for group in replay), selection=selection.state if selection is not None else (),
+        )  # fmt: skip
 
     def fill(self, batch: StepBatch) -> bool:
         """Move the groups that are ready into the batch; True if it is complete. Raises the error of the stream, or of
@@ -152,8 +198,8 @@ class PolicyGroups:
         self._error = error
         self.changed.set()
 
-    def describe(self) -> dict[str, Any]:
-        """Fields of the step's event about what was held back and dropped."""
+    def describe(self, batch: StepBatch) -> dict[str, Any]:
+        """Fields of the step's event about what was held back, dropped, replayed and skipped."""
         dropped = self.admission.dropped
         out: dict[str, Any] = {}
         if self.asynchronous:
@@ -161,7 +207,9 @@ class PolicyGroups:
             out |= {"lead": self.admission.lead.groups, "held_s": self.held_s, "counted_s": counted_s}
         if self.asynchronous or dropped.responses or self.admission.too_new:
             out |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "too_new": self.admission.too_new}
-        return out
+        if self._options.replay:
+            out |= batch.describe_replay(self.admission.version)
+        return out if self.selection is None else out | self.selection.describe()
 
     def tick(self, seconds: float) -> None:
         if self.asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots(self._name):
@@ -197,6 +245,7 @@ class Generation:
         call."""
         self.counted_from_s = 0.0
         """When the counters were reset (loop time, seconds)."""
+        self._generated = 0
         self._size = group_size
         self._stream: Stream | None = None
         self._running: asyncio.Task[None] | None = None
@@ -226,7 +275,7 @@ class Generation:
         groups = self.groups.values()
         self._stream = self.rollout.stream(
             size=self._size, sampling=self.rollout.sampling, on_group=self._group_arrived,
-            on_skipped=self._task_skipped, on_too_old=self._too_old,
+            on_skipped=self._task_skipped, on_too_old=self._too_old, is_wanted=self._is_wanted,
         )  # fmt: skip
         self._running = asyncio.create_task(self._stream.run(), name="generation")
         self._running.add_done_callback(self._ended)
@@ -234,6 +283,8 @@ class Generation:
         self.rollout.forget_history(self.gate.needed)
         if not any(g.in_step for g in groups):
             self.reset_counters()  # what the journal has of open responses is counted as restored
+            for g in groups:
+                g.count_from_now()
         self._expire(self._stream)
         self._admit_unless_between_steps()
 
@@ -245,6 +296,19 @@ class Generation:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
+
+    async def read_groups(self, tasks: Sequence[int]) -> list[Group]:
+        """The groups of these tasks, with the responses that the journal has whole. The stream stands still."""
+        rollout, history = self.rollout, self.rollout.history
+        if not (known := [index for index in tasks if f"{index}/0" in history]):
+            return []
+        rollout.history = dict(history)  # another policy may have the task open
+        try:
+            options = {"size": self._size, "sampling": rollout.sampling, "counted": False, "restored_only": True}
+            found = {group.index: group async for group in rollout.groups(known, **options)}
+        finally:
+            rollout.history = history
+        return [found[index] for index in known if index in found]
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         if running is self._running and not running.cancelled() and (error := running.exception()) is not None:
@@ -281,7 +345,13 @@ class Generation:
         waiting = set(self.gate.waiting())
         return waiting and waiting - {int(id.partition("/")[0]) for id in self.rollout.history if ":" not in id}
 
+    @property
+    def generated(self) -> int:
+        """Tokens of finished responses since the start, without those that the journal had."""
+        return self._generated + self.rollout.sampled_tokens - self.rollout.restored_tokens
+
     def reset_counters(self) -> None:
+        self._generated = self.generated
         self.rollout.reset_counters()
         self.counted_from_s = now_s()
 
@@ -304,6 +374,18 @@ class Generation:
         for groups in self.groups.values():
             groups.changed.set()
 
+    def _is_wanted(self, index: int, task: Task) -> bool:
+        """Whether some policy wants the prompt of a task that was drawn. What the journal has tokens of was wanted."""
+        selections = [s for name in self.gate.holders(index) if (s := self.groups[name].selection) is not None]
+        begun = any(f"{index}/{n}" in self.rollout.history for n in range(self._size))
+        if self._stream is None or begun or not selections or any(s.wants(index, task.prompt) for s in selections):
+            return True
+        for selection in selections:
+            selection.skip(task.prompt)
+        self.gate.skip(index)
+        self._stream.inbox.put_nowait(self.admit)  # not here: the stream may be opening other tasks
+        return False
+
     def _too_old(self, index: int, tokens: int) -> None:
         self.rollout.sampled_tokens += tokens
         for groups in self.groups.values():
@@ -316,7 +398,7 @@ def make_admission(recipe: Recipe) -> Admission:
     o = recipe.rollout
     # Deterministic runs train in order: how a gradient sum rounds must not depend on which worker was fastest.
     return Admission(
-        batch=o.groups, steps=recipe.run.steps, staleness=o.staleness, max_draws=o.max_draws,
+        batch=o.fresh_groups, steps=recipe.run.steps, staleness=o.staleness, max_draws=o.max_draws,
         in_order=recipe.run.deterministic,
     )  # fmt: skip
 

@@ -13,7 +13,8 @@ weights yet, and saves the last completed step.
 
 A run with several policies has one loop for each, over the same stream of tasks (generation.py).
 
-The state of a policy is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
+The state of a policy is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them. With replay or
+selected prompts, it has the tasks to replay and what is known about prompts, too.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Run(Protocol):
         stream stands still."""
         ...
 
-    def offer(self, published: NewVersion) -> None:
-        """Assign work with this version from now on."""
+    async def offer(self, published: NewVersion) -> None:
+        """Assign work with this version from now on. Copies of the policy that are due are renewed first, so that it
+        does not depend on chance which one plays against the next tasks."""
         ...
 
     def before_update(self, step: int, tasks: Sequence[int]) -> None:
@@ -115,6 +117,7 @@ class Loop:
                     await self._run.connected()
                     async with self.groups.restoring():
                         self.state = await self._run.restore(self.groups.admission)
+                        await self.groups.restore(self.state)
                         self.evaluation.forget_after(self.state.step)
                     return await self._train_to_end()
                 except TrainerLost as e:
@@ -160,7 +163,7 @@ class Loop:
 
     async def _collect(self) -> StepBatch:
         """Take groups until the batch is complete. Train on full micro-batches before waiting for more."""
-        groups, batch = self.groups, StepBatch()
+        groups, batch = self.groups, self.groups.new_batch()
         while True:
             if groups.fill(batch):
                 return batch
@@ -184,7 +187,7 @@ class Loop:
             samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
         if count > 1:
             samples = [await self.policy.forward(s, id=self._next_id("forward")) for s in samples]
-        state = CheckpointState(step=step, next_task=admission.next_task, open_tasks=admission.open_tasks)
+        state = self.groups.state_after(step, batch)
         self._run.before_update(step, admission.taken)
         reports = []
         for n, part in enumerate(samples, 1):
@@ -199,7 +202,7 @@ class Loop:
         batch.update_s += now_s() - began
         batch.weights_bytes = published.update_bytes
         self.state = state
-        self._run.offer(published)
+        await self._run.offer(published)
         return reports
 
     async def _forward_backward(self, groups: Sequence[Group]) -> float:
@@ -210,7 +213,7 @@ class Loop:
         return await self.policy.forward_backward(samples, id=self._next_id("forward_backward"))
 
     def _credit(self, groups: Sequence[Group]) -> list[list[Sample]]:
-        version = self.state.step if self.groups.asynchronous else None
+        version = self.state.step if self.groups.lagging else None
         return credit(groups, self.algorithm, self.recipe.rollout.max_tokens, version)
 
     def _next_id(self, verb: str) -> str:
@@ -251,8 +254,7 @@ class Loop:
             used = sorted(batch.lengths)
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step, self.groups.admission.staleness)
-        tasks |= batch.describe() | self.groups.describe()
-        counted_s = max(1e-9, tasks.get("counted_s", took_s))  # another policy may have ended a step at this moment
+        tasks |= batch.describe() | self.groups.describe(batch)
         self.events.scalar(
             "step",
             step=step,
@@ -265,7 +267,7 @@ class Loop:
             s=took_s,
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
+            tok_per_s=self.groups.tok_per_s(took_s),
             **tasks,
             **describe_updates(reports),
             **self._run.counters(tasks),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class RemoteTrainer:
         """Make one optimizer update. With `state`, it completes the step `state.step`, which can be published then."""
         order = m.OptimStep(id=id)
         if state is not None:
-            order = m.OptimStep(id=id, step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
+            order = m.OptimStep(id=id, **asdict(state))
         reply = await self._ask(order, m.Optimized)
         return Report(**reply.report)  # pyright: ignore[reportArgumentType]
 

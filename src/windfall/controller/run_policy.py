@@ -2,7 +2,7 @@
 
     run ── trained ──▶ the loop of loop.py                          until its steps are made
         └─ frozen ───▶ offer what each of its trainers publishes    until the others have made their steps
-                       (a copy: publish again when its original has made `every` more steps)
+                       (a copy: also when its original has made `every` more steps, before the next tasks)
 
 Policies advance at their own pace. If a trainer is lost, only its policy waits for the next one.
 """
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 TRAINER_START_S = 600.0
 """Timeout for a trainer to connect, in seconds."""
+COPY_CHECK_S = 0.01
+"""Seconds between looks for the copies of a policy whose trainer was replaced."""
 
 
 class RunPolicy:
@@ -50,7 +52,7 @@ class RunPolicy:
         self.trainer = RemoteTrainer(life.dispatch.weights, name)
         pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         o = recipe.rollout
-        self.local_generation = pace(life.dispatch, local_time, self.events, o.groups * o.group_size)
+        self.local_generation = pace(life.dispatch, local_time, self.events, o.fresh_groups * o.group_size)
         self.groups: PolicyGroups | None = None
         self.evaluation: Evaluation | None = None
         self.loop: Loop | None = None
@@ -65,7 +67,14 @@ class RunPolicy:
         """The run was started before; it continues with the trainer that has connected."""
         self._hello: m.TrainerHello | None = None
         self._wake = asyncio.Event()
-        """Set when a frozen policy may have something to offer."""
+        """Set when a trainer of a frozen policy has connected."""
+        self._announced: m.TrainerHello | None = None
+        """That of the trainer whose version a frozen policy has offered last."""
+        self._renewing = asyncio.Lock()
+
+    @property
+    def _copies(self) -> list[RunPolicy]:
+        return [policy for policy in self._life.policies.values() if policy._copy_of == self.name and self.name]
 
     @property
     def hello(self) -> m.TrainerHello:
@@ -76,9 +85,7 @@ class RunPolicy:
     @property
     def recovery_state(self) -> CheckpointState:
         """The state that the journal must cover: that of the trainer that has connected, or of the last checkpoint."""
-        hello = self.hello
-        trainers = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
-        return self.on_disk if self._recovered and self.on_disk is not None else trainers
+        return self.on_disk if self._recovered and self.on_disk is not None else CheckpointState.of(self.hello)
 
     def restores(self, scope: str) -> bool:
         """Whether the journal's responses of this scope belong to an evaluation of this policy that is still due."""
@@ -100,22 +107,21 @@ class RunPolicy:
         """Make all steps that are left. A frozen policy never returns."""
         if self.loop is not None:
             return await self.loop.run()
-        offered: m.TrainerHello | None = None
         while True:
             self._wake.clear()
             with suppress(TrainerLost):  # the next trainer sets _wake
-                if self.trainer.hello is not offered:
+                if self.trainer.hello is not self._announced:
                     await self.connected()
-                    offered = self._hello
-                    self._announce()
+                    self._announced = self._announce()
                 await self._renew()
             await self._wake.wait()
 
     async def _renew(self) -> None:
         """Have the trainer of a copy take over its original, if that is due."""
-        if self._copy_of and self._life.policies[self._copy_of].state.step >= self.state.step + self._every:
-            step = self._life.policies[self._copy_of].state.step
-            self.offer(await self.trainer.publish(id=f"{step}/publish"))
+        async with self._renewing:
+            if self._copy_of and self._life.policies[self._copy_of].state.step >= self.state.step + self._every:
+                step = self._life.policies[self._copy_of].state.step
+                self._publish(await self.trainer.publish(id=f"{step}/publish"))
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it closes."""
@@ -137,6 +143,11 @@ class RunPolicy:
     async def restore(self, admission: Admission) -> CheckpointState:
         """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
         hello = self._announce()
+        for copy in self._copies:  # until they continue with the same process, they have versions that are lost
+            while copy._announced is None or copy._announced.facts["pid"] != hello.facts["pid"]:
+                await asyncio.sleep(COPY_CHECK_S)
+                if self.trainer.hello is not hello:
+                    raise TrainerLost("it disconnected, or another trainer replaced it")
         planned, oldest = self._life.restored_of(self.name)
         admission.restore(
             version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=planned, oldest=oldest
@@ -148,7 +159,7 @@ class RunPolicy:
         hello = self._hello
         if hello is None or self.trainer.hello is not hello:
             raise TrainerLost("it disconnected, or another trainer replaced it")
-        self.state = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
+        self.state = CheckpointState.of(hello)
         if self._resumed:
             self.events.instant("resumed", step=hello.step)
         if hello.step > self.last_logged:
@@ -168,15 +179,19 @@ class RunPolicy:
             journal.write_trained(step, tuple(tasks), self.name)
             journal.flush()
 
-    def offer(self, published: NewVersion) -> None:
+    async def offer(self, published: NewVersion) -> None:
+        self._publish(published)
+        for copy in self._copies:
+            with suppress(TrainerLost):  # then it is renewed when the next trainer has connected
+                await copy._renew()
+
+    def _publish(self, published: NewVersion) -> None:
         if self.trainer.hello is not None:  # otherwise it was just lost, and the next trainer announces its version
             self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
             self._offer(Offer(version=published.version, digest=published.digest))
 
     def _offer(self, offer: Offer) -> None:
         self._life.dispatch.set_offer(offer, self.trainer.weights, policy=self.name)
-        for policy in self._life.policies.values():  # copies
-            policy._wake.set()
 
     def saved(self, state: CheckpointState) -> None:
         self.on_disk = state

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from windfall.controller.scheduling.selection import outcome
 from windfall.training import NOT_FINITE, Report
-from windfall.types import Group
+from windfall.types import Group, Prompt
 
 Scores = tuple[tuple[str, float], ...]
 """The parts of a reward, by name."""
@@ -20,7 +21,9 @@ class StepBatch:
     """The groups that one step has collected, and the seconds it has spent."""
 
     kept: list[Group] = field(default_factory=list)
-    """Groups to train on."""
+    """Groups to train on, the replayed ones first."""
+    replayed: list[Group] = field(default_factory=list)
+    """Those that were trained on before."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of all responses, including those of groups that dynamic sampling replaced: the policy's true reward."""
     scores: list[Scores] = field(default_factory=list)
@@ -28,6 +31,8 @@ class StepBatch:
     lengths: dict[int, list[int]] = field(default_factory=dict)
     """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
     that was dropped because it was too old."""
+    outcomes: dict[int, tuple[Prompt, str | None]] = field(default_factory=dict)
+    """By task, including those of replaced groups: the prompt, and what the rewards say about it."""
     early_s: float = 0.0
     """Seconds the trainer trained on groups before the last one had arrived."""
     asked_s: float = 0.0
@@ -52,6 +57,14 @@ class StepBatch:
     def add(self, group: Group, size: int, micro_tokens: int) -> None:
         """Add a group to train on. `size`: responses per group."""
         self.note(group, size)
+        self._keep(group, micro_tokens)
+
+    def replay(self, group: Group, micro_tokens: int) -> None:
+        """Add a group to train on again, before all others. Its rewards and lengths were counted before."""
+        self.replayed.append(group)
+        self._keep(group, micro_tokens)
+
+    def _keep(self, group: Group, micro_tokens: int) -> None:
         self.kept.append(group)
         self.partial.append(group)
         if sum(r.length for g in self.partial for r in g.responses) >= micro_tokens:
@@ -64,7 +77,8 @@ class StepBatch:
             groups = self.micro_batches.popleft()
         else:
             groups, self.partial = self.partial, []
-        self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
+        if not groups or groups[-1] not in self.replayed:  # otherwise it did not need finished groups yet
+            self.spare = min(self.spare, ready + sum(map(len, self.micro_batches)) + len(self.partial))
         return groups
 
     def completed(self, ready: int, *, pipelined: bool) -> None:
@@ -85,6 +99,7 @@ class StepBatch:
 
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
+        self.outcomes[group.index] = group.task.prompt, outcome(group)
         self.rewards += group.rewards
         self.scores += [r.scores for r in group.responses]
         lengths = [0] * size
@@ -95,8 +110,13 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens to train on."""
-        return sum(r.sampled_count for g in self.kept for r in g.responses)
+        """Sampled tokens of the groups to train on that are not replayed."""
+        return sum(r.sampled_count for g in self.fresh for r in g.responses)
+
+    @property
+    def fresh(self) -> list[Group]:
+        """The groups to train on that are not replayed."""
+        return self.kept[len(self.replayed) :]
 
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event."""
@@ -116,7 +136,7 @@ class StepBatch:
     def describe_staleness(self, version: int, bound: int) -> dict[str, Any]:
         """Fields of the step's event if versions may differ. `version`: the trainer's, before the step. `bound`: the
         highest staleness that is trained on."""
-        responses = [r for g in self.kept for r in g.responses if r.reward is not None]
+        responses = [r for g in self.fresh for r in g.responses if r.reward is not None]
         lags = [version - oldest for r in responses if (oldest := r.oldest_version) is not None]
         counts = Counter(lags)
         return {
@@ -125,6 +145,13 @@ class StepBatch:
             "staleness_bound": bound,
             "staleness_counts": [counts[n] for n in range(max(lags, default=-1) + 1)],
         }
+
+    def describe_replay(self, version: int) -> dict[str, Any]:
+        """Fields of the step's event about replayed groups. `version`: the trainer's, before the step."""
+        responses = [r for g in self.replayed for r in g.responses]
+        oldest = min((v for r in responses if (v := r.oldest_version) is not None), default=version)
+        tokens = sum(r.sampled_count for r in responses)
+        return {"replayed": len(self.replayed), "replayed_tokens": tokens, "replayed_age": version - oldest}
 
 
 def describe_scores(scores: Sequence[Scores]) -> dict[str, Any]:

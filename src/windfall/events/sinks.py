@@ -82,7 +82,8 @@ class ThreadedSink:
                 while (event := self._queue.get()) is not None:
                     numbers = dict(_numbers(event))
                     if numbers:
-                        tool.write(event["name"], numbers, int(event.get("step", 0)), float(event["t"]))
+                        name = "/".join(filter(None, (event["name"], event.get("policy"))))  # such as step/solver
+                        tool.write(name, numbers, int(event.get("step", 0)), float(event["t"]))
             finally:
                 tool.close()
         except BaseException as e:  # fault boundary: the next event reports it to the log, which drops this sink

@@ -402,6 +402,8 @@ class TrainerHello(Message, frozen=True, tag=18):
     digest: str  # digest of the published weights
     facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
     open_tasks: tuple[int, ...] = ()  # tasks before `next_task` that were drawn but not trained on
+    replay: tuple[int, ...] = ()  # tasks whose groups may be replayed
+    selection: tuple[int, ...] = ()  # what is known about prompts
     weights: PublishedFiles | None = None  # the files of this version
     policy: str = ""  # the policy that this link trains; a trainer of several adapters has a link for each
 
@@ -447,6 +449,8 @@ class OptimStep(Message, frozen=True, tag=23):
     step: int | None = None  # on the last update of a step: the number of the step, which is the next version
     next_task: int = 0  # with `step`: index of the first task that was not drawn yet
     open_tasks: tuple[int, ...] = ()  # with `step`: tasks before `next_task` that were drawn but not trained on
+    replay: tuple[int, ...] = ()  # with `step`: tasks whose groups may be replayed
+    selection: tuple[int, ...] = ()  # with `step`: what is known about prompts
 
 
 class Optimized(Message, frozen=True, tag=24):

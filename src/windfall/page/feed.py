@@ -37,7 +37,10 @@ MAX_SHOWN_WORKERS = 100
 WORKERS_TICKS = 5
 """The workers are sent with every tick if there are few of them, and otherwise with every fifth."""
 FEW_WORKERS = 20
-SHOWN = ("worker", "lease", "kind", "device", "state", "version", "running", "slots", "tok_per_s", "age_s", "lender")
+SHOWN = (
+    "worker", "lease", "kind", "device", "state", "version", "base", "versions", "running", "slots", "tok_per_s",
+    "age_s", "lender",
+)  # fmt: skip
 """Fields of a worker that are sent."""
 
 

@@ -1,11 +1,11 @@
 """What the page of a run shows, computed from its events one at a time. Pure.
 
-    event ──▶ RunHistory.add ──▶ timeline (timeline.py), series per step, evaluations, money, advice, problems, moves
+    event ──▶ RunHistory.add ──▶ timeline (timeline.py), series and evaluations of every policy (policy_series.py),
+                                  money, advice, problems, moves
               RunHistory.full()                 everything, for a viewer that has just come
               RunHistory.changes()              what has changed since the last call, for viewers that have the rest
 
-Rules: memory does not grow with the run. The series have at most MAX_POINTS points; when there are more, two neighbors
-become one (`stride` steps per point). Lists of problems, moves and evaluations keep the newest. Steps that a resume
+Rules: memory does not grow with the run. Lists of problems and moves keep the newest. Steps that a resume
 made void are removed from the series, and their cost stays. An event whose fields have other types than windfall
 writes is left out and counted: a page must open whatever is in the log. Time never goes back, also if the wall clock
 is set (events/steady_time.py).
@@ -13,33 +13,24 @@ is set (events/steady_time.py).
 
 from __future__ import annotations
 
-import math
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.controller.cost.bill import borrowed_value, reserved_only
 from windfall.events.steady_time import SteadyTime
-from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, TRAINER, Timeline, clean
+from windfall.page.policy_series import PolicySeries, finite
+from windfall.page.timeline import ABSENT, CODE, READY, STATES, TENTHS, TRAINER, Timeline, TimelineRow, clean
 from windfall.run.views import long_responses, moved_weights
+from windfall.run.views.policy_costs import PolicyCosts
 
 Event = dict[str, Any]
 
-SERIES = (
-    "step", "t", "reward", "length", "entropy", "grad_norm", "engine_gap", "staleness_mean", "staleness_max",
-    "staleness_bound", "tok_per_s", "trained", "made", "s", "train_s", "train_wait_s", "workers", "workers_lost",
-    "moved", "prefilled_again", "cut", "kl", "lr", "drift", "usd",
-)  # fmt: skip
-"""Columns of the series. `t` is in seconds since the start, `usd` the cost of the step."""
-SUMS = {"trained", "made", "s", "train_s", "train_wait_s", "workers_lost", "moved", "prefilled_again", "usd"}
-"""Columns of which a point of several steps has the sum. Of the others it has the mean, of `step` and `t` the last."""
-LEARNED = ("reward", "entropy", "grad_norm", "engine_gap", "kl", "drift")
-"""Columns that mean nothing in a simulation."""
-MAX_POINTS = 2048
-MAX_PROBLEMS, MAX_MOVES, MAX_EVALS, MAX_STALENESS = 200, 20_000, 512, 64
+MAX_PROBLEMS, MAX_MOVES, MAX_POLICIES = 200, 20_000, 64
 PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
     "no_room", "work_rejected", "engine_gap", "kv_dtype", "reward_missing", "task_skipped", "update_skipped", "refused",
@@ -54,8 +45,6 @@ ALIVE = {
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What reading fields of other types raises."""
 MAX_SENT_MOVES = 2000
-MAX_EXACT = 1 << 53
-"""Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
 MAX_TEXT = 400
 """Characters of a text from the log that the page shows."""
 
@@ -71,39 +60,30 @@ class RunHistory:
         """Events that were left out because their fields are not those of windfall."""
         self._time = SteadyTime()
         self.timeline = Timeline()
-        self.series: dict[str, list[float | None]] = {name: [] for name in SERIES}
-        self.stride = 1
-        """Steps per point of the series."""
-        self.evals: deque[tuple[int, float, float | None, float | None, float | None]] = deque(maxlen=MAX_EVALS)
-        """(step, seconds, reward, graded responses, all responses). The log of an older version does not have the
-        numbers of responses."""
+        self.policies = {"": PolicySeries()}
+        """By name. A run with [policies] has only those with a name."""
         self.problems: deque[dict[str, Any]] = deque(maxlen=MAX_PROBLEMS)
         self.moves: deque[tuple[float, str, str, int]] = deque(maxlen=MAX_MOVES)
         """(seconds, from, to, responses)"""
         self.moves_seen = 0
         self.advice: dict[str, dict[str, Any]] = {}
-        self.bill = Totals()
-        self.staleness = [0] * MAX_STALENESS
+        self.costs = PolicyCosts()
         self.notes: list[str] = []
         """Sentences about the last step."""
-        self._weights = ""
-        """A sentence about the last version."""
+        self._weights: dict[str, str] = {}
+        """By policy: a sentence about the last version."""
         self.facts: dict[str, Any] = {}
         """The fields of the event `start`."""
         self.step = self.lost = 0
         """The last step; the number of workers that were lost."""
-        self.trained_tokens, self.train_s = 0, 0.0
         self.ended: dict[str, Any] | None = None
         """The event `end`."""
         self._losses: dict[str, int] = {}
         """By row: when its worker was lost last (tenths of a second)."""
         self._alive_t: float | None = None
         """Time of the last event that only a controller with a trainer writes, in seconds."""
-        self._trainer_away = False
-        self._merging = 0
-        """Steps in the last point of the series."""
-        self._changed_from = 0
-        """First point of the series that may have changed since `changes` was last called."""
+        self._trainers: set[str] = set()
+        """Policies whose trainer the present controller has seen, and not lost."""
         self._sent: dict[str, bytes] = {}
         """The sections as of the last `changes`, encoded."""
         self._moves_sent = 0
@@ -131,8 +111,8 @@ class RunHistory:
         self.end_t = max(self.end_t, t)
         if name in PROBLEMS:
             self.problems.append({"t": self._seconds(t), "name": name, **_short(event)})
-        if event.get("bill"):
-            self._add_bill(event["bill"])
+        with suppress(msgspec.ValidationError):  # a bill of another version of windfall
+            self.costs.add(event)
         handler = self._handlers.get(name)
         if handler is not None:
             handler(event)
@@ -158,23 +138,26 @@ class RunHistory:
     # The run.
 
     def _start(self, e: Event) -> None:
-        self.facts = _short(e, limit=64) | {key: _number(e.get(key)) for key in ("parameters", "steps")}
+        self.facts = _short(e, limit=64) | {key: finite(e.get(key)) for key in ("parameters", "steps")}
         self.ended = None
 
     def _resumed(self, e: Event) -> None:
         self.step, self.ended = e["step"], None
-        if not self._trainer_away:  # a new controller; otherwise the workers have gone on without a trainer
+        # A new controller; otherwise the workers have gone on without this trainer.
+        if e.get("policy", "") in self._trainers:
             self.timeline.absent(self._tenths(self._alive_t if self._alive_t is not None else e["t"]))
             self._losses.clear()
-        steps = self.series["step"]
-        keep = len(steps)
-        while keep and (steps[keep - 1] or 0) > e["step"]:
-            keep -= 1
-        for column in self.series.values():
-            del column[keep:]
-        self._merging = self.stride
-        self._changed_from = min(self._changed_from, keep)
-        self.evals = deque((v for v in self.evals if v[0] <= e["step"]), maxlen=MAX_EVALS)
+            self._trainers.clear()
+        self._policy(e).fall_back(e["step"])
+
+    def _policy(self, e: Event) -> PolicySeries:
+        name = e.get("policy", "")
+        if name not in self.policies:
+            if len(self.policies) >= MAX_POLICIES:
+                raise ValueError("too many policies")
+            self.policies.pop("", None)
+            self.policies[clean(name, 64)] = PolicySeries()
+        return self.policies[name]
 
     def _end(self, e: Event) -> None:
         self.ended = {"step": e.get("step"), "finished": bool(e.get("finished"))}
@@ -185,69 +168,46 @@ class RunHistory:
     def _step(self, e: Event) -> None:
         if e["kind"] != "scalar":
             return
-        self.step = e["step"]
-        self.trained_tokens += int(_number(e.get("trained")) or 0)
-        for n, count in enumerate(e.get("staleness_counts") or ()):
-            self.staleness[min(n, MAX_STALENESS - 1)] += int(count)
-        values = {name: _number(e.get(name)) for name in SERIES}
-        values["t"] = self._seconds(e["t"])
-        lengths = [n for row in e.get("lengths") or () for n in row]
-        values["length"] = sum(lengths) / len(lengths) if lengths else _number(e.get("length"))
-        values["usd"] = _usd(e.get("bill"))
-        if self.simulated:
-            values |= dict.fromkeys(LEARNED)
-        self._append(values)
-        notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}), self._weights)
+        policy, self.step = self._policy(e), e["step"]
+        usd = self.costs.since_shown(e.get("policy", "")) if _has_price(e) else None
+        policy.add(e, self._seconds(e["t"]), usd, simulated=self.simulated)
+        notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}), *self._weights.values())
         self.notes = [clean(note, MAX_TEXT) for note in notes if note]
 
     def _moved(self, e: Event) -> None:
-        self._weights = f"weights: {moved}" if (moved := moved_weights.of_version(e)) else ""
-
-    def _append(self, values: dict[str, float | None]) -> None:
-        steps = self.series["step"]
-        if steps and self._merging < self.stride:
-            weight = self._merging
-            self._merging += 1
-            for name, column in self.series.items():
-                column[-1] = _merged(name, column[-1], values[name], weight)
-        else:
-            self._merging = 1
-            for name, column in self.series.items():
-                column.append(values[name])
-        self._changed_from = min(self._changed_from, len(steps) - 1)
-        if len(steps) >= 2 * MAX_POINTS and self._merging == self.stride:  # the last point is complete
-            for name, column in self.series.items():
-                pairs = zip(column[::2], column[1::2], strict=True)
-                self.series[name] = [_merged(name, a, b, 1) for a, b in pairs]
-            self.stride, self._merging, self._changed_from = 2 * self.stride, 2 * self.stride, 0
+        whose = f" of {e['policy']}" if e.get("policy") else ""
+        moved = moved_weights.of_version(e)
+        self._weights[whose] = f"weights{whose}: {moved}" if moved else ""
 
     def _eval(self, e: Event) -> None:
-        t = self._tenths(e["t"])
         if e["kind"] == "scalar" and not self.simulated:
-            reward, graded, responses = (_number(e.get(key)) for key in ("reward", "graded", "responses"))
-            self.evals.append((e.get("step", 0), self._seconds(e["t"]), reward, graded, responses))
+            reward, graded, responses = (finite(e.get(key)) for key in ("reward", "graded", "responses"))
+            self._policy(e).evals.append((e.get("step", 0), self._seconds(e["t"]), reward, graded, responses))
         elif e["kind"] == "span":
-            self._trained(t, _number(e.get("s")) or 0.0, "evaluating")
+            self._trained(e, finite(e.get("s")) or 0.0, "evaluating")
 
     def _train(self, e: Event) -> None:
         # What it trained on while groups were missing was interleaved with waits; it is drawn in one piece at the end.
-        s = (_number(e.get("s")) or 0.0) + (_number(e.get("early_s")) or 0.0)
-        self.train_s += s if "error" not in e else 0.0
-        self._trained(self._tenths(e["t"]), s, "training")
+        self._trained(e, (finite(e.get("s")) or 0.0) + (finite(e.get("early_s")) or 0.0), "training")
 
     def _checkpoint(self, e: Event) -> None:
-        self._trained(self._tenths(e["t"]), _number(e.get("s")) or 0.0, "saving")
+        self._trained(e, finite(e.get("s")) or 0.0, "saving")
 
-    def _trained(self, end: int, s: float, what: str) -> None:
+    def _trained(self, e: Event, s: float, what: str) -> None:
         """The trainer has done this for the last `s` seconds."""
-        self.timeline.row(TRAINER).paint(end - round(s * TENTHS), end, CODE[what])
+        end = self._tenths(e["t"])
+        self._trainer(e).paint(end - round(s * TENTHS), end, CODE[what])
+
+    def _trainer(self, e: Event) -> TimelineRow:
+        """The row of the policy's trainer."""
+        return self.timeline.row(f"{TRAINER} {e['policy']}" if e.get("policy") else TRAINER)
 
     # Workers.
 
     def _joined(self, e: Event) -> None:
         row = self.timeline.row(e["worker"], newest=e["worker"])
-        row.describe(_short(e, limit=64) | {"usd_per_h": _number(e.get("usd_per_h"))})
-        age_s = max(0.0, float(_number(e.get("age_s")) or 0.0))
+        row.describe(_short(e, limit=64) | {"usd_per_h": finite(e.get("usd_per_h"))})
+        age_s = max(0.0, float(finite(e.get("age_s")) or 0.0))
         start = self._tenths(e["t"] - age_s)
         if row.changes and row.changes[-1] >> 4 > start:
             start = self._tenths(e["t"])
@@ -290,29 +250,23 @@ class RunHistory:
             self.moves_seen += 1
 
     def _trainer_ready(self, e: Event) -> None:
-        self._trainer_away = False
-        row = self.timeline.row(TRAINER)
-        row.describe({"lease": "trainer", "pid": _number(e.get("pid"))})
+        self._trainers.add(e.get("policy", ""))
+        row = self._trainer(e)
+        row.describe({"lease": "trainer", "pid": finite(e.get("pid"))})
         row.put(self._tenths(e["t"]), CODE["waiting"])
 
     def _trainer_lost(self, e: Event) -> None:
-        self._trainer_away = True
-        row = self.timeline.row(TRAINER)
+        self._trainers.discard(e.get("policy", ""))
+        row = self._trainer(e)
         row.put(self._tenths(e["t"]) - 1, CODE["lost"])
         row.put(self._tenths(e["t"]), ABSENT)
 
     # Money.
 
-    def _add_bill(self, bill: dict[str, Any]) -> None:
-        try:
-            self.bill += msgspec.convert(bill, Totals)
-        except msgspec.ValidationError:  # of another version of windfall
-            return
-
     def _advise(self, e: Event) -> None:
         keys = ("now", "count", "tokens_per_usd_now", "tokens_per_usd_best")
         if len(self.advice) < 64 or e.get("lease") in self.advice:
-            numbers = {key: _number(e.get(key)) for key in keys}
+            numbers = {key: finite(e.get(key)) for key in keys}
             self.advice[clean(e.get("lease"), 64)] = {**numbers, "why": clean(e.get("why", ""), MAX_TEXT)}
 
     # What viewers get.
@@ -321,8 +275,9 @@ class RunHistory:
         """Everything. A viewer may get this at any time and then every later `changes`: parts that it has already are
         replaced."""
         return {
-            **self._sections(), "series": {"from": 0, **self.series}, "rows": self._rows(everything=True),
+            **self._sections(), "rows": self._rows(everything=True),
             "moves": self._moves(max(0, self.moves_seen - MAX_SENT_MOVES)),
+            "series": {name: {"from": 0, **policy.columns} for name, policy in self.policies.items()},
         }  # fmt: skip
 
     def forget_changes(self) -> None:
@@ -331,15 +286,14 @@ class RunHistory:
 
     def changes(self) -> dict[str, Any]:
         """What has changed since the last call."""
-        first = max(0, min(self._changed_from, len(self.series["step"]) - 1))
         sections = {key: msgspec.json.encode(value) for key, value in self._sections().items()}
         out: dict[str, Any] = {
             key: msgspec.Raw(data) for key, data in sections.items() if self._sent.get(key) != data
         }  # fmt: skip
         self._sent = sections
-        if self._changed_from < len(self.series["step"]) or "step" in out:
-            out["series"] = {"from": first, **{name: column[first:] for name, column in self.series.items()}}
-            self._changed_from = len(self.series["step"])
+        changed = {name: policy.changes() for name, policy in self.policies.items()}
+        if series := {name: points for name, points in changed.items() if points is not None}:
+            out["series"] = series
         if rows := self._rows(everything=False):
             out["rows"] = rows
         for row in self.timeline.rows.values():
@@ -368,26 +322,29 @@ class RunHistory:
         """What is sent as a whole when it changes."""
         return {
             "number": self.number, "start_t": self.start_t, "end_s": self._seconds(self.end_t), "states": STATES,
-            "stride": self.stride, "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
-            "evals": list(self.evals), "problems": list(self.problems)[-50:], "advice": self.advice,
-            "money": self.money(), "staleness": _trimmed(self.staleness), "dropped_rows": self.timeline.dropped,
+            "step": self.step, "lost": self.lost, "facts": self.facts, "ended": self.ended,
+            "policies": {name: policy.describe() for name, policy in self.policies.items()},
+            "problems": list(self.problems)[-50:], "advice": self.advice,
+            "money": self.money(), "dropped_rows": self.timeline.dropped,
             "unreadable": self.unreadable, "notes": self.notes,
         }  # fmt: skip
 
     def money(self) -> dict[str, Any]:
         """Where every dollar went, beside what the trainer's machine alone would have cost."""
+        bill, trained = self.costs.bill, sum(policy.trained for policy in self.policies.values())
         holders = {
             holder: {"usd": a.usd, "seconds": a.seconds, "tokens": a.tokens, "unpriced_s": a.unpriced_s}
-            for holder, a in self.bill.holders.items()
+            for holder, a in bill.holders.items()
         }
-        alone = reserved_only(self.bill, train_s=self.train_s)
-        per_million = alone.usd_per_million(self.trained_tokens) if alone else None
+        alone = reserved_only(bill, train_s=sum(self.costs.train_s.values()))
+        per_million = alone.usd_per_million(trained) if alone else None
         return {
-            "holders": holders, "usd": self.bill.all.total_usd, "trained": self.trained_tokens,
-            "usd_per_million": self.bill.usd_per_million(self.trained_tokens),
-            "unpriced_s": self.bill.all.unpriced_s, "borrowed": msgspec.to_builtins(borrowed_value(self.bill)),
+            "holders": holders, "usd": bill.all.total_usd, "trained": trained,
+            "usd_per_million": bill.usd_per_million(trained),
+            "unpriced_s": bill.all.unpriced_s, "borrowed": msgspec.to_builtins(borrowed_value(bill)),
             "alone": {**msgspec.to_builtins(alone), "usd_per_million": per_million} if alone else None,
-            "gathering": clean(long_responses.gathering(msgspec.to_builtins(self.bill.gathering)), MAX_TEXT),
+            "policies": self.costs.usd_of(),
+            "gathering": clean(long_responses.gathering(msgspec.to_builtins(bill.gathering)), MAX_TEXT),
         }  # fmt: skip
 
 
@@ -399,34 +356,13 @@ def _short(event: Event, limit: int = MAX_TEXT) -> dict[str, Any]:
             continue
         if isinstance(value, str):
             out[clean(key, 64)] = clean(value, limit)
-        elif isinstance(value, bool) or _number(value) is not None:
+        elif isinstance(value, bool) or finite(value) is not None:
             out[clean(key, 64)] = value
         if len(out) >= 24:
             break
     return out
 
 
-def _number(value: Any) -> float | None:
-    """The value, if it is a finite number."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number and abs(value) < MAX_EXACT else None
-
-
-def _usd(bill: dict[str, Any] | None) -> float | None:
-    holders = (bill or {}).get("holders") or {}
-    usd = [amount for account in holders.values() for amount in (account.get("usd") or {}).values()]
-    return sum(usd) if usd else None
-
-
-def _merged(name: str, a: float | None, b: float | None, weight: int) -> float | None:
-    """One value for `weight` steps with value `a` and one step with value `b`."""
-    if a is None or b is None:
-        return a if b is None else b
-    if name in ("step", "t"):
-        return b
-    return a + b if name in SUMS else (a * weight + b) / (weight + 1)
-
-
-def _trimmed(counts: list[int]) -> list[int]:
-    last = max((n for n, count in enumerate(counts) if count), default=-1)
-    return counts[: last + 1]
+def _has_price(event: Event) -> bool:
+    holders = (event.get("bill") or {}).get("holders") or {}
+    return any(account.get("usd") for account in holders.values())

@@ -18,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from windfall import run_folder as folders
 from windfall.controller.rollout.stream import Rollout
 from windfall.events.log import Event, EventLog
 from windfall.link import auth
@@ -30,7 +31,7 @@ from windfall.page.runs import recipe_facts, status
 from windfall.page.samples import ResponseSampler, SampledResponse, SampleFile, describe
 from windfall.page.server import PageServer
 from windfall.recipe.sections import Recipe
-from windfall.types import Response, Task
+from windfall.types import Response, Task, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class LivePage:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog) -> None:
         self._recipe, self._folder, self._events = recipe, folder, events
         self._history, self._samples = RunHistory(), SampleFile(folder, recipe.log.samples_mb)
-        self._sampler, self._text = ResponseSampler(recipe.log.samples), None
+        self._sampler, self._texts = ResponseSampler(recipe.log.samples), dict[str, Text]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._failed: set[str] = set()
@@ -74,12 +75,15 @@ class LivePage:
 
     def _write(self, sample: list[SampledResponse], step: int, t: float) -> None:
         def write() -> None:
-            if self._text is None:  # an instance of its own: the event loop uses the other one
-                self._text = Text(tokenizer.load(self._folder / "tokenizer"))
-            text = self._text
-            self._samples.write([describe(s, step, t, text.decode) for s in sample])
+            self._samples.write([describe(s, step, t, self._decoder) for s in sample])
 
         self._guard("samples", write)
+
+    def _decoder(self, role: str) -> Callable[[list[int]], str]:
+        policy = policy_of(role)
+        if policy not in self._texts:  # instances of its own: the event loop uses the others
+            self._texts[policy] = Text(tokenizer.load(folders.policy_folder(self._folder, policy) / "tokenizer"))
+        return self._texts[policy].decode
 
     def pages(self) -> Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
         return self.server.handlers() if self._recipe.log.page else {}

@@ -97,22 +97,29 @@ def pieces(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[st
     return out
 
 
-def describe(sample: SampledResponse, step: int, t: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """A sample as a line of the file. An agent that edited its history has further segments in `more`."""
+def describe(
+    sample: SampledResponse, step: int, t: float, decoder: Callable[[str], Callable[[list[int]], str]]
+) -> dict[str, Any]:
+    """A sample as a line of the file. An agent that edited its history, and a response of several roles, has further
+    segments in `more`. `decoder`: the tokenizer of a role."""
     r, prompt = sample.response, sample.task.prompt
     if not isinstance(prompt, str):
         prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
     segments, left = [], MAX_TOKENS
     for segment in r.segments[:MAX_SEGMENTS]:
-        segments.append(_segment(segment, decode, left))
+        segments.append(_segment(segment, decoder(segment.role), left))
         left = max(0, left - len(segment.tokens))
     first, *more = segments
+    reward = r.reward
+    if reward is None and r.rewards:  # those of its roles are among the scores
+        reward = sum(x for _, x in r.rewards) / len(r.rewards)
     if r.agent:  # it has written its own prompts; that of the task says only what it was asked for
-        prompt = decode(list(r.prompt[:MAX_PROMPT_CHARS]))
+        prompt = first["prompt"]
     return {
-        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(r.reward), "finish": r.finish,
+        "step": step, "t": t, "id": r.id, "task": sample.task.id[:200], "reward": _finite(reward), "finish": r.finish,
         "length": r.sampled_count, "turns": r.turns, "tools": sum(len(s["calls"]) for s in segments),
-        "moved": sample.moved, "oldest": r.oldest_version, "scores": [[n, _finite(x)] for n, x in r.scores[:16]],
+        "moved": sample.moved, "oldest": r.oldest_version,
+        "scores": [[n, _finite(x)] for n, x in (*r.scores, *r.rewards)[:16]],
         **first, "prompt": prompt[:MAX_PROMPT_CHARS], "more": more,
     }  # fmt: skip
 
@@ -125,9 +132,10 @@ def _segment(r: Response, decode: Callable[[list[int]], str], most: int) -> dict
     workers = [next(makers, JOURNAL) if sampled else "" for sampled in r.sampled[:most]]
     calls = [[start, *call] for start, end in turns(r.sampled[:most]) for call in _calls(r, start, end, decode)]
     return {
-        "prompt": decode(list(r.prompt[:MAX_PROMPT_CHARS]))[:MAX_PROMPT_CHARS] if r.agent else "",
+        "prompt": decode(list(r.prompt[:MAX_PROMPT_CHARS]))[:MAX_PROMPT_CHARS] if r.agent or r.role else "",
         "cut": len(r.tokens) - len(shown), "tokens": pieces(shown, decode), "versions": runs(r.versions[:most]),
         "logprobs": [_finite(x) for x in r.logprobs[:most]], "workers": runs(workers), "calls": calls[:MAX_CALLS],
+        **({"role": r.role} if r.role else {}),
     }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ MAX_ROWS = 1024
 MAX_NAME = 80
 """Characters of the name of a row."""
 TRAINER = "trainer"
-"""Name of the trainer's row. All its ranks share it, because they work in lockstep."""
+"""Name of the trainer's row. All its ranks share it, because they work in lockstep. With several policies, each has a
+row, such as "trainer solver"."""
 TENTHS = 10
 MAX_TENTHS = (1 << 28) - 1
 _RESTARTED = re.compile(r"(?<=.)[.#]\d+$")
@@ -138,7 +139,7 @@ class Timeline:
         return row
 
     def _drop_one(self) -> None:
-        workers = [r for r in self.rows.values() if r.name != TRAINER]
+        workers = [r for r in self.rows.values() if not r.name.startswith(TRAINER)]
         gone = [r for r in workers if r.state == ABSENT] or workers
         oldest = min(gone, key=lambda r: r.changes[-1] if r.changes else 0)
         del self.rows[oldest.name]

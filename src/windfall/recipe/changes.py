@@ -44,6 +44,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
     "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
+    **{f"rollout.{key}": ("noted", "Later batches have other groups.") for key in ("replay", "replay_age", "select")},
     "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
     "rollout.reward_processes": ("free", ""),
@@ -137,9 +138,9 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     """All keys that can affect the tokens of a training response, with their values.
 
     `run.steps` is not among them, so a run that is extended keeps the responses of the current step. [eval]
-    is not among them either, because evaluation generates its own responses. `rollout.staleness` and
-    `rollout.on_new_weights` decide when a token is generated and whether it is used, not what it is: every token in the
-    journal has its version, which is compared with the bound when the response is opened again and when it is used.
+    is not among them either, because evaluation generates its own responses. Keys such as `rollout.staleness` decide
+    when a token is generated and whether it is used, not what it is: every token in the journal has its version, which
+    is compared with the bound when the response is opened again and when it is used.
     """
     if recipe.policies:
         own = {f"policies.{name}": section.model_dump(include={"copy_of", "every"})
@@ -151,7 +152,8 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
         }
     values = recipe.model_dump(mode="json")
     sections = ("run", "model", "env", "chat", "algorithm", "rollout", "train")
-    excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
+    of_batches = ("staleness", "on_new_weights", "replay", "replay_age", "select")
+    excluded = {"run.name", "run.folder", "run.steps", *(f"rollout.{key}" for key in of_batches)}
     return {
         f"{section}.{key}": _without_free(f"{section}.{key}", value)
         for section in sections

@@ -15,7 +15,10 @@ from windfall.errors import WindfallError
 from windfall.recipe.lora import Lora
 from windfall.recipe.section_base import Count, Section
 
-ROLLOUT = ("groups", "staleness", "max_draws", "max_tokens", "turn_tokens", "temperature", "top_p", "top_k")
+ROLLOUT = (
+    "groups", "staleness", "replay", "replay_age", "max_draws", "max_tokens", "turn_tokens", "temperature", "top_p",
+    "top_k",
+)  # fmt: skip
 """Keys of [rollout] that may differ between policies. The others belong to the tasks, which all policies share."""
 OF_A_TRAINER = (
     "lora", "ranks", "rendezvous", "machine_timeout_s", "offload", "checkpoint_activations", "rank_timeout_s",
@@ -51,8 +54,8 @@ class PolicySection(Section):
     every: Count = 10
     """With `copy_of`: the copy is renewed whenever the other policy has made this many steps."""
     rollout: dict[str, Any] = Field(default={})
-    """Keys of [rollout] that differ for this policy: groups, staleness, max_draws, max_tokens, turn_tokens,
-    temperature, top_p and top_k."""
+    """Keys of [rollout] that differ for this policy: groups, staleness, replay, replay_age, max_draws, max_tokens,
+    turn_tokens, temperature, top_p and top_k."""
     train: dict[str, Any] = Field(default={})
     """Keys of [train] that differ for this policy, such as `{ lr = 1e-5 }`."""
     chat: dict[str, Any] = Field(default={})

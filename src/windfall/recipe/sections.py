@@ -144,6 +144,14 @@ class RolloutSection(Section):
     """Upper limit for the staleness of a response: the trainer's version minus the oldest version among the tokens of
     the response, when it is trained on. 0 is synchronous, on-policy training. Above 0, workers generate for later steps
     while the trainer trains (docs/async.md); `run.deterministic` must then be false."""
+    replay: float = Field(default=0.0, ge=0, lt=1)
+    """Share of `groups` that are replayed: the policy was trained on them in earlier steps, and they are not generated
+    again (docs/async.md). Until there are enough of them, batches are smaller. 0 disables replay."""
+    replay_age: Count = 8
+    """Upper limit for the staleness of replayed responses; `staleness` limits the others, and must be lower."""
+    select: Literal["off", "greso"] = "off"
+    """Which prompts to generate responses for. "greso" skips prompts whose last groups had equal rewards: the more of
+    them in a row, the more likely (docs/algorithms.md). "off" skips none."""
     on_new_weights: Literal["interrupt", "finish"] = "interrupt"
     """What a worker does with its running responses when there are new weights, if `staleness` is above 0. "interrupt"
     swaps the weights between two engine steps: the responses keep their tokens, are prefilled again and continue.
@@ -153,6 +161,11 @@ class RolloutSection(Section):
     """Order in which responses begin when workers do not have room for all of them. "context" begins with one response
     of every task, then takes those that are expected to be longest, by their siblings and by earlier epochs of the
     task. "fifo" takes them as they were drawn."""
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups of a step that are generated. The others are replayed."""
+        return max(1, self.groups - round(self.groups * self.replay))
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
@@ -452,6 +465,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
+            )
+        if self.rollout.replay and self.rollout.replay_age <= self.rollout.staleness:
+            raise ValueError(
+                f"rollout.replay_age = {self.rollout.replay_age} must be above rollout.staleness = "
+                f"{self.rollout.staleness}: a group is at least one version older when it is replayed."
             )
         own = [key for key in ("path", "split", "subset") if getattr(self.eval, key) is not None]
         if own and not isinstance(self.task_env, DatasetEnv):

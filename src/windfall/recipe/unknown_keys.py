@@ -42,6 +42,7 @@ MEANT_BY: dict[str, str] = {
         "batch_size global_batch_size per_device_train_batch_size prompts_per_step rollout_batch_size train_batch_size"
     ),
     "rollout.max_tokens": "max_completion_length max_length max_new_tokens max_response_length response_length",
+    "rollout.replay": "replay_ratio",
     "rollout.staleness": "async_level max_async_level max_staleness off_policy_steps",
     "train.betas": "adam_beta1 adam_beta2",
     "train.checkpoint_activations": "activation_checkpointing gradient_checkpointing",

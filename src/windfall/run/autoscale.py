@@ -4,7 +4,8 @@
   sources can have workers of one kind: the shortage or surplus is computed once and split over them. A new worker goes
   to the source with the fewest; the first to go are workers that were asked for and have not joined.
 - Advice is followed when two steps in a row agree: a worker takes a while to start, and one unusual step is no reason
-  to stop one. After a change, the same source is left alone for the cool-down.
+  to stop one. These are steps of the policy whose trainer waits least: workers beyond what keeps that trainer busy
+  would only wait. After a change, the same source is left alone for the cool-down.
 - The number stays between the limits of its source. The sources together cost no more than the price ceiling. A price
   that is not known is not guessed: under a ceiling such a source does not grow. If prices rise above the ceiling, the
   most expensive source shrinks at once, without advice or cool-down.
@@ -148,9 +149,9 @@ class _AdviceFollower:
             return None
         wanted = max(0, advice["count"] - others)
         before = self.previous
-        if before is None or before[0] != snapshot["step"]:
-            self.previous = (snapshot["step"], wanted)
-        return wanted if before is not None and before[0] != snapshot["step"] and before[1] == wanted else None
+        if before is None or before[0] != snapshot["advised"]:
+            self.previous = (snapshot["advised"], wanted)
+        return wanted if before is not None and before[0] != snapshot["advised"] and before[1] == wanted else None
 
 
 def _price(row: dict[str, Any]) -> float | None:

@@ -265,11 +265,10 @@ def evaluate(
     from windfall.recipe.file import load_recipe
     from windfall.run.commands import offline
 
-    path, found = offline.find_checkpoint(checkpoint, policy)
-    source = recipe or found
-    if source is None:
-        raise WindfallError("this checkpoint has no recipe", where=checkpoint, fix="Give one with --recipe.")
-    offline.evaluate(path, load_recipe(source, set), tasks=tasks, temperature=temperature, show=show)
+    parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
+    models = offline.find_models(checkpoint, parsed, policy)
+    own = policy if policy in models else ""
+    offline.evaluate(models, parsed, policy=own, tasks=tasks, temperature=temperature, show=show)
 
 
 def export(
@@ -304,7 +303,7 @@ def generate(
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path, _ = offline.find_checkpoint(model, policy)
+    path = offline.find_checkpoint(model, policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed)
 

@@ -43,6 +43,7 @@ _PARTIAL = ".partial-"
 OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _BASE_KEYS = {"path", "dtype", "digest"}
+_LISTS = ("open_tasks", "replay", "selection")
 CHECKSUMS = "windfall/checksums.json"
 _ALGORITHM = "xxh3_128"
 _MODEL, _ADAPTER = "config.json", "adapter_config.json"
@@ -217,7 +218,8 @@ def _unwritten(final: Path, error: Exception) -> WindfallError:
 
 def read_state(checkpoint: Path) -> CheckpointState:
     s = _read(checkpoint)
-    return CheckpointState(step=s["step"], next_task=s["next_task"], open_tasks=tuple(s.get("open_tasks", ())))
+    lists = {key: tuple(s.get(key, ())) for key in _LISTS}
+    return CheckpointState(step=s["step"], next_task=s["next_task"], **lists)
 
 
 def read_base(checkpoint: Path) -> AdapterBase | None:
@@ -231,8 +233,10 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         state = json.loads((checkpoint / STATE).read_text())
         if not all(type(state[key]) is int and state[key] >= 0 for key in ("step", "next_task")):
             raise ValueError(f"not a state: {state}")
-        if not all(type(task) is int and 0 <= task < state["next_task"] for task in state.get("open_tasks", ())):
-            raise ValueError(f"not task numbers: {state['open_tasks']}")
+        for key in _LISTS:
+            limit = 1 << 56 if key == "selection" else state["next_task"]
+            if not all(type(number) is int and 0 <= number < limit for number in state.get(key, ())):
+                raise ValueError(f"not numbers of {key}: {state[key]}")
         base = state.get("base", dict.fromkeys(_BASE_KEYS, ""))
         if base.keys() != _BASE_KEYS or not all(type(value) is str for value in base.values()):
             raise ValueError(f"not a base model: {base}")

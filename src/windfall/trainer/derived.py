@@ -113,7 +113,8 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
     from windfall.trainer import selftest
 
     fields = json.loads(engine.model_config)
-    selftest.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
+    how: dict[str, Any] = {"device": device, "longest": engine.longest, "adapters": engine.adapters > 0}
+    selftest.check_trainer(fields, names=model.state_dict(), **how)
     found = factory.self_test(engine, device, model)
     verdict.check_weights(model)
     return msgspec.structs.replace(engine, checked=(found,))

@@ -47,7 +47,7 @@ from windfall.trainer.policy_part import PolicyPart
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.service import EngineTerms, NotTrained, OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
@@ -68,8 +68,6 @@ class PolicySetup:
     """The checkpoint to continue from. Ranks on other machines cannot open it."""
     adapter: Any = None
     """The AdapterConfig of its adapters, or None if it has none."""
-    frozen: bool = False
-    """Whether it is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +147,7 @@ class RankPart:
         torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
         views = {name: self.recipe.of(name) for name in setup.policies}
         if ranks.distributed:
-            model, found, reference = _shard(views, setup, ranks, self._loaded, reference)
+            model, found, reference = _shard(self.recipe, setup, ranks, self._loaded, reference)
         else:
             found = dict(self._loaded)
             model = next(iter(found.values())).model
@@ -246,10 +244,10 @@ MakeEngine = Callable[[RankPart], OwnEngine]
 
 
 def _shard(
-    views: Mapping[str, Recipe], setup: Setup, ranks: Any, loaded: Mapping[str, TrainedWeights], reference: Any
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: Mapping[str, TrainedWeights], reference: Any
 ) -> tuple[Any, dict[str, TrainedWeights], Any]:
     """The module of all ranks, what of it each policy trains, and the reference model of the KL penalty, if any."""
-    first = next(iter(views.values()))
+    first = recipe.of(next(iter(setup.policies)))
     options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": first.train.offload}
     weights: dict[str, TrainedWeights] = {}
 
@@ -257,9 +255,7 @@ def _shard(
         # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
         for name, own in setup.policies.items():
             adapters = trained_weights.attach_empty(model, own.adapter, name) if own.adapter is not None else None
-            weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=own.frozen)
-            if adapters is not None and own.frozen:
-                adapters.freeze()
+            weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=not recipe.is_trained(name))
 
     source = _tensors(next(iter(loaded.values())).model) if loaded else None
     policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
@@ -402,7 +398,7 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
         return manifest
 
     service = TrainerService(
-        trainer=policy.trainer or NotTrained(name),
+        trainer=policy.trainer,
         state=own.state,
         hello=_hello(loaded, part, name),
         publish=publish,
@@ -514,7 +510,6 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
                 micro_tokens=each.chosen.micro_tokens,
                 checkpoint=each.checkpoint,
                 adapter=each.weights.adapters.config if each.weights.adapters else None,
-                frozen=not part.recipe.is_trained(name),
             )
             for name, each in loaded.policies.items()
         },

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from windfall.engine.selftest import judge, verdict
 from windfall.engine.selftest.judge import Difference, largest
 from windfall.engine.selftest.small_model import SmallModel
+from windfall.recipe.lora import Lora
+from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.training import Sample
@@ -19,26 +22,29 @@ from windfall.training import Sample
 TEMPERATURE = 0.8
 
 
-def check_trainer(fields: Mapping[str, Any], *, device: str, longest: int, names: Iterable[str] | None = None) -> str:
+def check_trainer(fields: Mapping[str, Any], *, names: Iterable[str] | None = None, **how: Any) -> str:
     """Raise WindfallError unless the trainer computes what transformers computes, if this is not known yet. Returns the
-    key of this check. `fields`: the model's configuration; `names`: the names of its weights."""
-    key = verdict.cache_key("trainer", fields, device=device, longest=longest)
-
-    def test() -> None:
-        judge_trainer(verdict.config_of(fields), device=device, longest=longest, names=names)
-
-    return verdict.run_once(key, test)
+    key of this check. `fields`: the model's configuration; `names`: the names of its weights; `how`: device, longest
+    and adapters, as in `judge_trainer`."""
+    key = verdict.cache_key("trainer", fields, **how)
+    return verdict.run_once(key, lambda: judge_trainer(verdict.config_of(fields), names=names, **how))
 
 
-def judge_trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> judge.Measured:
-    """Measure the trainer. Raises WindfallError if it differs too much from transformers."""
+def judge_trainer(
+    config: Any, *, device: str, longest: int, names: Iterable[str] | None = None, adapters: bool = False
+) -> judge.Measured:
+    """Measure the trainer. Raises WindfallError if it differs too much from transformers. `adapters`: it trains
+    adapters of several policies in one module."""
     what = f"windfall's trainer does not compute {judge.architecture(config)} as transformers does"
 
     def measure(small: SmallModel) -> judge.Measured:
         nats, gradient = trainer_differences(small)
+        if adapters:
+            nats = max(nats, *adapter_differences(small), key=lambda d: d.size)
         limit, refused = judge.limits(device), ""
         if nats.size > limit.nats:
-            refused = f"{what}: log-probs differ by {nats.size:.2g} nats; rounding is below {limit.nats:g}"
+            size = f"{nats.size:.2g} nats ({nats.where})"
+            refused = f"{what}: log-probs differ by {size}; rounding is below {limit.nats:g}"
         elif gradient.size > limit.gradient:
             share = f"{gradient.size:.2g} of its size ({gradient.where}); rounding is below {limit.gradient:g}"
             refused = f"{what}: a weight's gradient differs by {share}"
@@ -51,7 +57,7 @@ def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
     """The largest difference in log-probs, in nats, and in gradients. Gradients are compared weight by weight: the norm
     of the difference, relative to the norm of transformers' gradient."""
     rng = np.random.default_rng(2)
-    samples = [random_sample(rng, small.vocabulary, n, first) for n, first in ((41, 7), (25, 1), (6, 3))]
+    samples = _samples(rng, small)
     weights = [rng.normal(size=len(s.targets)) for s in samples]
     with contextlib.suppress(ValueError, AttributeError):  # not every model has this setting
         small.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -59,17 +65,43 @@ def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
     learner = Learner(small.model, gradients, say=lambda line: None)
     ours, _ = learner.score(samples, TEMPERATURE)
     small.reference.zero_grad()
-    loss, theirs = torch.zeros((), device=small.device), []
-    for s, w in zip(samples, weights, strict=True):
-        at = torch.tensor(s.targets, device=small.device)
-        logp = torch.log_softmax(small.logits(s.ids)[at - 1].float() / TEMPERATURE, -1)
-        logp = logp.gather(-1, torch.tensor(s.ids, device=small.device)[at][:, None])[:, 0]
-        theirs.append(logp.detach())
-        loss = loss - (torch.tensor(w, device=small.device).float() * logp).sum()
-    loss.backward()
+    theirs = _reference_logprobs(small, samples)
+    (-(torch.tensor(np.concatenate(weights), device=small.device).float() * theirs).sum()).backward()
     gradients.zero()
     learner.learn(samples, TEMPERATURE, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
-    return largest("log-probs", (ours - torch.cat(theirs)).abs()), _gradient_difference(small)
+    return largest("without adapters", (ours - theirs.detach()).abs()), _gradient_difference(small)
+
+
+def adapter_differences(small: SmallModel) -> list[Difference]:
+    """The largest difference in log-probs, in nats, of each of two policies whose adapters are in one module."""
+    given = {policy: judge.random_adapter(small.model, seed) for seed, policy in enumerate(("one", "two"))}
+    section = Lora(rank=verdict.ADAPTER_RANK, alpha=judge.ADAPTER_SCALE * verdict.ADAPTER_RANK)
+    samples, found = _samples(np.random.default_rng(3), small), []
+    attached = {policy: lora.attach(small.model, section, base="", seed=0, policy=policy) for policy in given}
+    learner = Learner(small.model, say=lambda line: None)
+    for policy, adapters in attached.items():
+        for name, tensor in adapters.tensors().items():
+            tensor.data.copy_(given[policy][name])
+        adapters.use()
+        ours, _ = learner.score(samples, TEMPERATURE)
+        with torch.no_grad():
+            theirs = _reference_logprobs(judge.merged(small, given[policy]), samples)
+        found.append(largest(f"adapter {policy}, beside another", (ours - theirs).abs()))
+    return found
+
+
+def _samples(rng: Any, small: SmallModel) -> list[Sample]:
+    return [random_sample(rng, small.vocabulary, n, first) for n, first in ((41, 7), (25, 1), (6, 3))]
+
+
+def _reference_logprobs(small: SmallModel, samples: Iterable[Sample]) -> Tensor:
+    """Log-probs of all targets by transformers, sample after sample."""
+    found = []
+    for s in samples:
+        at = torch.tensor(s.targets, device=small.device)
+        logp = torch.log_softmax(small.logits(s.ids)[at - 1].float() / TEMPERATURE, -1)
+        found.append(logp.gather(-1, torch.tensor(s.ids, device=small.device)[at][:, None])[:, 0])
+    return torch.cat(found)
 
 
 def _gradient_difference(small: SmallModel) -> Difference:

@@ -65,28 +65,6 @@ class Trainer(Protocol):
     def optim_step(self) -> Report: ...
 
 
-class NotTrained:
-    """The trainer of a policy that is frozen or a copy of another one."""
-
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
-
-    def zero_grad(self) -> None:
-        """There are no gradients."""
-
-    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
-        raise self._refusal()
-
-    def forward_backward(self, samples: Sequence[Sample]) -> None:
-        raise self._refusal()
-
-    def optim_step(self) -> Report:
-        raise self._refusal()
-
-    def _refusal(self) -> WindfallError:
-        return WindfallError("this policy is not trained", where=f"policies.{self._policy}", fix="Remove frozen.")
-
-
 class OwnEngine:
     """The trainer's own engine, the worker named `local`, as the trainer sees it: they take turns on the trainer's
     device. run/local_worker.py builds one; this class is for a run without it."""
@@ -145,7 +123,8 @@ class EngineTerms:
 
 @dataclass(kw_only=True)
 class TrainerService:
-    trainer: Trainer
+    trainer: Trainer | None
+    """None: the policy is frozen, or a copy of another one."""
     state: CheckpointState
     publish: Callable[[int, m.Publish], Any]
     """Publishes the trainer's weights as this version, and returns their manifest. The message says which files
@@ -246,7 +225,8 @@ class TrainerService:
                 self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
-                await self.run_in_thread(self.trainer.zero_grad)
+                if self.trainer is not None:
+                    await self.run_in_thread(self.trainer.zero_grad)
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
@@ -254,8 +234,8 @@ class TrainerService:
 
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
-            self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
-            version=self._manifest.version, digest=self._manifest.digest, weights=self.weights(),
+            self.hello, **asdict(self.state), version=self._manifest.version, digest=self._manifest.digest,
+            weights=self.weights(),
         )  # fmt: skip
         await handshake.join(link, handshake.TRAINER, self.secret, hello)
 
@@ -305,19 +285,17 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                scored = await self.run_in_thread(self.trainer.forward, list(request.samples), room=True)
+                scored = await self.run_in_thread(self._trained.forward, list(request.samples), room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self.run_in_thread(self.trainer.forward_backward, list(request.samples), room=True)
+                await self.run_in_thread(self._trained.forward_backward, list(request.samples), room=True)
                 return m.GradientAdded(s=time.monotonic() - started)
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
                 self._early = None
                 report = await self.run_in_thread(self._update, room=True)
                 if request.step is not None:
-                    self._completed = CheckpointState(
-                        step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
-                    )
+                    self._completed = CheckpointState.of(request)
                 return m.Optimized(report=asdict(report))
             case m.Publish():
                 return await self._publish(request)
@@ -340,9 +318,15 @@ class TrainerService:
         self.state, self._completed, self._updates = replace(self._completed, step=self._manifest.version), None, 0
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
-    def _update(self) -> Any:
+    def _update(self) -> Report:
         self.engine.invalidate()
-        return self.trainer.optim_step()
+        return self._trained.optim_step()
+
+    @property
+    def _trained(self) -> Trainer:
+        if self.trainer is None:
+            raise WindfallError("this policy is not trained", where="policies", fix="Remove frozen or copy_of.")
+        return self.trainer
 
     async def run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         """The result of the work, which is done in the one thread that does all tensor work, in the trainer's turn.

@@ -39,7 +39,11 @@ class TrainedWeights:
     base: AdapterBase | None = None
     """The base of the adapters."""
     frozen: bool = False
-    """Whether the policy is the base itself, which others may have adapters of."""
+    """Whether the policy is not trained. Without adapters it is the base itself, which others may have adapters of."""
+
+    def __post_init__(self) -> None:
+        if self.frozen and self.adapters is not None:
+            self.adapters.freeze()
 
     @property
     def saved(self) -> Any:
@@ -179,10 +183,7 @@ def prepare(
     folder = found.path if found is not None else None
     if folder is not None:
         adapter_folder.check_base(folder, base)
-    adapters = attach(model, recipe, folder, policy)
-    if not trained:
-        adapters.freeze()
-    return TrainedWeights(model=model, adapters=adapters, base=base)
+    return TrainedWeights(model=model, adapters=attach(model, recipe, folder, policy), base=base, frozen=not trained)
 
 
 def attach_empty(model: Any, adapter: Any, policy: str = "") -> Any:

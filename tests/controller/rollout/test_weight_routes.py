@@ -120,7 +120,7 @@ def test_a_version_goes_from_worker_to_worker(tmp_path: Path) -> None:
         report = FleetReport(Recipe(), fleet.dispatch, fleet.events)
         for usd in (0.32, 0.0):
             assert report.bill(now_s)["bill"]["holders"]["traffic"]["usd"] == {"traffic": pytest.approx(usd)}
-        shown = top.table(report.snapshot(step=1, now_s=now_s, ended=None), live=True, run=tmp_path)
+        shown = top.table(report.snapshot(steps={"": 1}, now_s=now_s, ended=None), live=True, run=tmp_path)
         assert f"weights: version 1: {MOVED}; half after 2.0 s, all after 4.0 s" in str(shown.renderables[0])
 
         fleet.offer(2)

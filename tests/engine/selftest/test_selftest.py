@@ -28,6 +28,7 @@ from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.run import local_worker
 from windfall.trainer import derived, selftest
 from windfall.trainer import process as trainer
+from windfall.trainer.model.lora import Adapters
 from windfall.trainer.ranks.rank_place import RankPlace
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +51,14 @@ def test_adapters_are_compared_with_merged_models(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TorchAdapters, "hold", lambda self, n, pairs, scale: right(self, n, pairs, 0.8 * scale))
     with pytest.raises(WindfallError, match=r"log-probs differ by .* \(adapter one 0, beside others\)"):
         judge.judge_engine(config, make, **how)
+
+
+def test_trainer_with_several_adapters_is_compared_with_merged_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, how = hostile.ARCHITECTURES["llama"].config(), {"longest": 100, "adapters": True, **ON_CPU}
+    assert selftest.judge_trainer(config, **how).nats < 5e-4
+    monkeypatch.setattr(Adapters, "use", lambda self: setattr(self._active, "name", "one"))
+    with pytest.raises(WindfallError, match=r"log-probs differ by .* \(adapter two, beside another\)"):
+        selftest.judge_trainer(config, **how)
 
 
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)

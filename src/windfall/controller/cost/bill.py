@@ -121,7 +121,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         """
         out = {name: 0.0 for names in bases.values() for name in names}
         for base, account in self.trainers.items():
-            _split(out, account.total_usd, {name: train_s.get(name, 0.0) for name in bases[base]})
+            _split(out, account.total_usd, {name: train_s.get(name, 0.0) for name in bases.get(base, out)})
         for holder, account in self.holders.items():
             if holder != "trainer" or not self.trainers:
                 _split(out, account.total_usd, {name: account.tokens_of.get(name, 0) for name in out})

@@ -46,6 +46,11 @@ class Advisor:
         self._used: set[str] = set()
         """The lenders that the last step used."""
 
+    @property
+    def steps(self) -> int:
+        """Number of steps that the advice follows from."""
+        return self._run.steps
+
     def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, WorkerAdvice]:
         """A step has ended. Returns the advice that has changed. `held_s`: seconds of the step in which admission held
         generation back."""

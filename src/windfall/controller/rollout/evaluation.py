@@ -72,9 +72,11 @@ class Evaluation:
     async def evaluate(self, step: int) -> None:
         """Evaluate the version of this step, and log the result."""
         temperature, options = self._recipe.eval.temperature, self._rollout.policy_options
-        rewards: dict[int, tuple[float, ...]] = {}
+        rewards: dict[tuple[str, int], tuple[float, ...]] = {}
+        """By role and task."""
         scores: list[Scores] = []
-        lengths: dict[int, int] = {}
+        lengths: dict[int, list[int]] = {}
+        """By task: those of its responses."""
         failures = self._rollout.failures.totals.copy()
         self._scope = f"{self._prefix}-{step}:"
         with self._events.span("eval", step=step), self._cleared():
@@ -89,23 +91,29 @@ class Evaluation:
             )
             async with aclosing(groups):
                 async for group in (whole.of(self._policy) async for whole in groups):
-                    if group.rewards:
-                        rewards[group.index] = group.rewards
+                    for role, part in group.by_role().items():
+                        if part.rewards:
+                            rewards[role, group.index] = part.rewards
                     scores += [response.scores for response in group.responses]
-                    counts = [response.sampled_count for response in group.responses]
-                    lengths[group.index] = round(sum(counts) / max(1, len(counts)))
+                    lengths[group.index] = [response.sampled_count for response in group.responses]
         if not rewards:
             raise self._rollout.failures.no_rewards(f"the evaluation after step {step}", failures)
-        all_rewards = [reward for group in rewards.values() for reward in group]
+        by_role: dict[str, list[float]] = {}
+        for (role, _), found in rewards.items():
+            by_role.setdefault(role, []).extend(found)
+        all_rewards = [reward for found in by_role.values() for reward in found]
+        roles = {role: _mean(found) for role, found in by_role.items()} if len(by_role) > 1 else {}
+        skipped = (len(tasks) - len(lengths)) * self._recipe.eval.samples
         self._events.scalar(
             "eval",
             step=step,
-            reward=sum(all_rewards) / len(all_rewards),
+            reward=_mean(all_rewards),
             graded=len(all_rewards),
-            responses=len(tasks) * self._recipe.eval.samples,
-            tasks=len(rewards),
+            responses=sum(map(len, lengths.values())) + skipped,
+            tasks=len({index for _, index in rewards}),
             on=self._held_out.description,
-            lengths=[lengths.get(index, 0) for index in tasks],
+            lengths=[round(_mean(lengths.get(index, []))) for index in tasks],
+            **({"roles": roles} if roles else {}),
             **describe_passes(self._recipe.eval, list(rewards.values())),
             **describe_scores(scores),
         )
@@ -117,6 +125,10 @@ class Evaluation:
             yield
         finally:
             self._scope = None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def describe_passes(options: Any, rewards: Sequence[Sequence[float]]) -> dict[str, Any]:

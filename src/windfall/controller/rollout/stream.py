@@ -220,17 +220,20 @@ class Stream:
         on_group: Callable[[Group], None],
         on_skipped: Callable[[int], None],
         on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
+        is_wanted: Callable[[int, Task], bool] = lambda index, task: True,
         scope: str = "",
         versions: Mapping[str, int] | None = None,
         counted: bool = True,
+        restored_only: bool = False,
     ) -> None:
         """`size`: responses per task. `sampling`: by policy. `on_group`: called with every complete group.
         `on_skipped`: called with every task that the environment cannot produce. `on_too_old`: called for every
-        response that `expire` drops, with its task and its number of sampled tokens. `scope`: a prefix of the response
-        ids that ends with a colon, needed if the same task is rolled out more than once in a run. `versions`: by
+        response that `expire` drops, with its task and its number of sampled tokens. `is_wanted`: called with every
+        task that was drawn; if it returns False, the task is forgotten. `scope`: a prefix of the response ids that
+        ends with a colon, needed if the same task is rolled out more than once in a run. `versions`: by
         policy, the version that all its tokens must come from; those of other policies come from any version in the
         version window. `counted`: tokens, turns and failures count in the totals of a step; those of an evaluation do
-        not."""
+        not. `restored_only`: drop the responses that the journal does not have whole."""
         self._rollout = rollout
         self._dispatch = rollout.dispatch
         self._size = size
@@ -238,9 +241,11 @@ class Stream:
         self._on_group = on_group
         self._on_skipped = on_skipped
         self._on_too_old = on_too_old
+        self._is_wanted = is_wanted
         self.scope = scope
         self._versions = versions or {}
         self._counted = counted
+        self._restored_only = restored_only
         self._oldest: Mapping[str, int] = {}
         """By policy: tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -370,7 +375,7 @@ class Stream:
         for id in ids:
             group = self._forget_response(id)
             group.dropped += 1
-            self._rollout.restored_tokens += self._restored.pop(id, 0)
+            self._rollout.restored_tokens += self._restored.pop(id, 0) * self._counted
             self._on_too_old(group.index, sampled[id])
             self._complete(group)
         self._wake()
@@ -426,10 +431,16 @@ class Stream:
             self._on_skipped(index)
             return
         self._rollout.failures.usable()
+        if not self._is_wanted(index, task):
+            return
         group = OpenGroup(index, task, self._size)
         for sibling in range(self._size):
             self._open_response(f"{self.scope}{index}/{sibling}", group, prompt)
-        self._drop_too_old([id for n in range(self._size) if (id := f"{self.scope}{index}/{n}") in self._live])
+        live = [id for n in range(self._size) if (id := f"{self.scope}{index}/{n}") in self._live]
+        if self._restored_only:
+            self.drop(live)
+        else:
+            self._drop_too_old(live)
 
     def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         """Restore the response from the journal, then continue from there."""

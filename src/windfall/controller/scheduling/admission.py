@@ -2,7 +2,8 @@
 
     admit ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
                │                     └──── too old ──▶ dropped
-               ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
+               ├── dismiss(): the environment cannot produce it
+               ├── drop(): every response is too old, or the prompt is skipped
                └── finish(informative=False): nothing can be learned from it (dynamic sampling)
 
 There is one Admission for each policy that is trained. `TaskGate` (task_gate.py) has them admit tasks together.
@@ -280,7 +281,7 @@ class Admission:
         self._replaced += 1
 
     def drop(self, index: int) -> None:
-        """Every response of this open task is too old."""
+        """Every response of this open task is too old, or the prompt is skipped."""
         self._held[self._open.pop(index)] -= 1
 
     def not_begun(self, tasks: Iterable[int]) -> None:

@@ -62,7 +62,7 @@ class TaskGate:
     def finish(self, group: Group, informative: Callable[[str, Group], bool]) -> dict[str, Group]:
         """A task is complete: give every policy that has it open its own part of the group. Returns the parts, also
         those without a response. `informative`: whether a policy can learn from its part."""
-        parts = {name: group.of(name) for name in self._with_open(group.index)}
+        parts = {name: group.of(name) for name in self.holders(group.index)}
         for name, part in parts.items():
             if part.responses:
                 self.admissions[name].finish(part, informative=informative(name, part))
@@ -72,8 +72,13 @@ class TaskGate:
 
     def dismiss(self, index: int) -> None:
         """The environment cannot produce this task."""
-        for name in self._with_open(index):
+        for name in self.holders(index):
             self.admissions[name].dismiss(index)
+
+    def skip(self, index: int) -> None:
+        """No policy wants the prompt of this task. The place is free for another one."""
+        for name in self.holders(index):
+            self.admissions[name].drop(index)
 
     def reopen(self) -> None:
         """The stream was stopped: what it had open must be opened again."""
@@ -89,11 +94,12 @@ class TaskGate:
         """Tasks that wait until all policies that need them have admitted them."""
         return self._waiting
 
-    def _with_open(self, index: int) -> list[str]:
+    def holders(self, index: int) -> list[str]:
+        """The policies that have this task open."""
         return [name for name, a in self.admissions.items() if a.is_open(index)]
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
         for a in self.admissions.values():
             a.check()
-        assert all(self._with_open(task) for task in self._waiting), "a task waits that no policy has admitted"
+        assert all(self.holders(task) for task in self._waiting), "a task waits that no policy has admitted"

@@ -178,7 +178,7 @@ def _holding(make: EngineFactory, adapters: Mapping[str, Mapping[str, Tensor]]) 
 
 def _adapter_differences(small: SmallModel, make: EngineFactory, longest: int) -> Iterator[Difference]:
     """Two adapters and none in one batch, on one prompt. Each is compared with a reference that it is merged into."""
-    adapters = {"one": _random_adapter(small.model, 1), "two": _random_adapter(small.model, 2), "none": {}}
+    adapters = {"one": random_adapter(small.model, 1), "two": random_adapter(small.model, 2), "none": {}}
     ids = tuple(range(3, 3 + min(20, longest - 1)))
     asked = [
         Request(id=f"{policy} {n}", prompt=ids, seed=n, max_tokens=max(1, min(6, longest - len(ids))), policy=policy)
@@ -187,15 +187,21 @@ def _adapter_differences(small: SmallModel, make: EngineFactory, longest: int) -
     ]
     made = drain(_holding(make, adapters)(small.model, **ROOMY), asked)
     for policy, adapter in adapters.items():
-        merged = copy.copy(small)
-        merged.reference = copy.deepcopy(small.reference)
-        merged.reference.load_state_dict(MergedWeights(small.reference.state_dict(), adapter, ADAPTER_SCALE))
+        compared = merged(small, adapter)
         for r in asked:
             if r.policy == policy:
-                yield _against_reference(merged, f"adapter {r.id}, beside others", r, made[r.id])
+                yield _against_reference(compared, f"adapter {r.id}, beside others", r, made[r.id])
 
 
-def _random_adapter(model: Any, seed: int) -> dict[str, Tensor]:
+def merged(small: SmallModel, adapter: Mapping[str, Tensor]) -> SmallModel:
+    """The same model, with a reference that this adapter is merged into."""
+    out = copy.copy(small)
+    out.reference = copy.deepcopy(small.reference)
+    out.reference.load_state_dict(MergedWeights(small.reference.state_dict(), adapter, ADAPTER_SCALE))
+    return out
+
+
+def random_adapter(model: Any, seed: int) -> dict[str, Tensor]:
     """An adapter of all linear layers that changes their outputs by about a third."""
     noise, out = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, layer in model.named_modules():

@@ -64,12 +64,13 @@ class AdaptedLinear(nn.Module):
         for number, rows in self._rows.rows.items():
             if number in self.pairs:
                 (a, b), scale = self.pairs[number]
-                if rows is None:
-                    flat = flat + scale * linear(linear(x, a), b)
-                elif self._whole:
-                    flat = flat.index_copy(0, rows, (flat + scale * linear(linear(x, a), b))[rows])
+                if self._whole:
+                    changed = flat + scale * linear(linear(x, a), b)
+                    flat = changed if rows is None else flat.index_copy(0, rows, changed[rows])
+                elif rows is None:
+                    flat.addmm_(linear(x, a), b.T, alpha=scale)
                 else:
-                    flat = flat.index_add(0, rows, scale * linear(linear(x[rows], a), b))
+                    flat.index_add_(0, rows, linear(linear(x[rows], a), b), alpha=scale)
         return flat.view(y.shape)
 
 

@@ -86,16 +86,16 @@ class RunSpeeds:
 
 
 def measured_steps(events: Sequence[Event]) -> list[Event]:
-    """The steps that can be compared: the first one includes start-up."""
+    """The steps that can be compared: the first one, of each policy, includes start-up."""
     steps = event_log.steps_of(events)
-    return steps[1:] or steps
+    return [e for e in steps if e["step"] > steps[0]["step"]] or steps
 
 
 def speeds(events: Sequence[Event], where: str) -> RunSpeeds:
     steps = measured_steps(events)
     if not steps:
         raise WindfallError("no step of this run is complete yet", where=where, fix="Wait for the first step.")
-    trained = event_log.training(events, [e["step"] for e in steps])
+    trained = event_log.training(events, steps)
     start = next((e for e in events if e["name"] == "start"), {})
     ranks = len(str(start.get("rank_pids", "")).split())
     trainer = None
@@ -196,7 +196,7 @@ def check(recipe: Recipe, events: Sequence[Event], where: str) -> list[CheckedPa
     if seen.lengths:
         mean = statistics.mean(seen.lengths)
         out.append(CheckedPart("mean response", recipe_workload(recipe).mean_tokens, mean, "tokens"))
-    trained = event_log.training(events, [e["step"] for e in steps])
+    trained = event_log.training(events, steps)
     if trained is not None:
         out.append(CheckedPart("training, per million tokens", trainer.train_s * 1e6, trained.train_s * 1e6, "s"))
         if trainer.update_s and trained.update_s:

@@ -16,6 +16,7 @@ from pathlib import Path
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.models import load
+from windfall.recipe.file import load_recipe
 from windfall.trainer import checkpoint
 from windfall.weights import adapter_folder
 
@@ -37,9 +38,9 @@ def export(source: Path, out: Path | None, policy: str = "") -> Exported:
     `exports/STEP` in the run's folder, or in that of the policy; or `SOURCE-merged` beside an adapter that belongs to
     no run. `policy`: which one, if the run has several."""
     path = _find(source, policy)
-    own = path.absolute().parent.parent
-    of_run = _is_run(own.parent.parent if own.parent.name == "policies" else own)
-    folder = out or (own / "exports" / path.name if of_run else path.with_name(f"{path.name}-merged"))
+    run, own = folders.run_of(path)
+    beside = path.with_name(f"{path.name}-merged")
+    folder = out or (folders.policy_folder(run, own) / "exports" / path.name if _is_run(run) else beside)
     if folder.exists():
         raise WindfallError("this already exists", where=str(folder), fix="Name another folder as OUT.")
     work = folder.with_name(f".partial-{folder.name}")
@@ -65,7 +66,11 @@ def export(source: Path, out: Path | None, policy: str = "") -> Exported:
 def _find(source: Path, policy: str) -> Path:
     """The checkpoint or adapter to export."""
     if _is_run(source):
-        return checkpoint.latest(source, folders.choose_policy(source, policy)).path
+        policy = folders.choose_policy(source, policy)
+        if policy and (recipe := load_recipe(source / "recipe.toml")).policies[policy].frozen:
+            what = f"this policy is frozen: it is {recipe.of(policy).model.path}, which was not changed"
+            raise WindfallError(what, where=f"--policy {policy}", fix="Use that model, or export another policy.")
+        return checkpoint.latest(source, policy).path
     if policy:
         fix = "Give the folder of a run, or leave out --policy."
         raise WindfallError("only a run has policies", where=str(source), fix=fix)

@@ -25,16 +25,17 @@ def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
 
 @contextlib.asynccontextmanager
 async def in_process_worker(
-    dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", pull: Pull = weights_already_loaded,
-    heartbeat_s: float = 0.5, on_failure: Callable[[BaseException | None], None] = lambda error: None,
+    dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", base: str = "",
+    pull: Pull = weights_already_loaded, heartbeat_s: float = 0.5,
+    on_failure: Callable[[BaseException | None], None] = lambda error: None,
 ) -> AsyncIterator[WorkerLink]:  # fmt: skip
-    """While this context is open, `engine` generates for `dispatch`."""
+    """While this context is open, `engine` generates for `dispatch`. `base`: what it is built for."""
     ours, theirs = pair("controller", name)
     loop, host = asyncio.get_running_loop(), EngineThread(engine, slots)
     host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)
     worker = WorkerLink(theirs, host, pull, heartbeat_s=heartbeat_s)
     hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here"))
-    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(worker.serve())]
+    tasks = [asyncio.create_task(dispatch.attend(ours, hello, base)), asyncio.create_task(worker.serve())]
     try:
         yield worker
     finally:

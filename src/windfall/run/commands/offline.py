@@ -7,11 +7,12 @@ import contextlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 
@@ -22,7 +23,7 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
 from windfall.controller.rollout.grading import EnvFailures
 from windfall.controller.rollout.stream import Rollout, seed_of
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.controller.step_batch import Scores, describe_scores
 from windfall.engine.factory import build_engine
 from windfall.envs import held_out
@@ -34,32 +35,62 @@ from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.recipe.file import load_recipe
-from windfall.recipe.policies import refuse_several
 from windfall.recipe.sections import Recipe, RolloutSection
-from windfall.run.commands.in_process import in_process_worker
+from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.run.views.figures import graded, passes, reward_parts
 from windfall.trainer import checkpoint
-from windfall.trainer.derived import context_of, derive, spec, text_for
-from windfall.types import Group, Prompt, Request, Sampling
+from windfall.trainer.derived import base_spec, context_of, derive, text_for
+from windfall.types import Group, Prompt, Request, Sampling, policy_of
+from windfall.weights import adapter_folder
+from windfall.weights.adapter_folder import AdapterBase, is_adapter
+from windfall.weights.merged import MergedWeights
+from windfall.worker.worker_link import Pull, PulledWeights
 
 
-def find_checkpoint(name: str, policy: str = "") -> tuple[str, Path | None]:
-    """The path of the model (for a run, its newest checkpoint), and the recipe of its run, if any. `policy`: which one,
-    if the run has several. A frozen one has no checkpoint: it is the model that it began with."""
+def find_checkpoint(name: str, policy: str = "") -> str:
+    """The path of a model; for a run, that of its newest checkpoint. `policy`: which one, if the run has several. One
+    that is not trained and has no checkpoint is the model that it began with."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
-        source, policy = path / "recipe.toml", folders.choose_policy(path, policy)
-        if policy and (recipe := load_recipe(source)).policies[policy].frozen:
-            return recipe.of(policy).model.path, source
-        return str(checkpoint.latest(path, policy).path), source
+        policy = folders.choose_policy(path, policy)
+        recipe = load_recipe(path / "recipe.toml") if policy else Recipe()
+        own = folders.policy_folder(path, policy) / "checkpoints"
+        if not recipe.is_trained(policy) and not checkpoint.list_checkpoints(own):
+            return recipe.of(policy).model.path
+        return str(checkpoint.latest(path, policy).path)
     if policy:
         raise WindfallError("only a run has policies", where=name, fix="Give a run, or leave out --policy.")
     if (path / checkpoint.STATE).is_file():
         checkpoint.check(path, optimizer=False)
-    own = path.resolve().parent.parent
-    recipe = (own.parent.parent if own.parent.name == "policies" else own) / "recipe.toml"
     load.resolve(name)
-    return name, recipe if path.is_dir() and recipe.is_file() else None
+    return name
+
+
+def find_recipe(name: str) -> Path:
+    """The recipe of a run, or of the run of a checkpoint."""
+    path = Path(name)
+    file = (path if (path / "recipe.toml").is_file() else folders.run_of(path)[0]) / "recipe.toml"
+    if path.is_dir() and file.is_file():
+        return file
+    load.resolve(name)
+    raise WindfallError("this checkpoint has no recipe", where=name, fix="Give one with --recipe.")
+
+
+def find_models(name: str, recipe: Recipe, policy: str = "") -> dict[str, str]:
+    """The path of a model for every policy of the recipe. A run has all of them. A checkpoint is its own policy, and
+    another model is `policy`, or all of them; the others are those of the same run, or what the recipe names."""
+    if not recipe.policies:
+        return {"": find_checkpoint(name, policy)}
+    if policy and policy not in recipe.policies:
+        fix = f"Give one of: {', '.join(recipe.policies)}."
+        raise WindfallError(f"the recipe has no policy {policy!r}", where="--policy", fix=fix)
+    run, own = (Path(name), "") if (Path(name) / "policies").is_dir() else folders.run_of(Path(name))
+    of_run = (run / "policies").is_dir()
+    begin = {each: find_checkpoint(str(run), each) if of_run else recipe.of(each).model.path for each in recipe.names()}
+    if of_run and not own:
+        return begin
+    own, model = policy or own, find_checkpoint(name)
+    return begin | {own: model} if own else dict.fromkeys(begin, model)
 
 
 def _warn(line: str) -> None:
@@ -68,98 +99,161 @@ def _warn(line: str) -> None:
 
 @dataclass
 class _Results:
-    """What `evaluate` keeps of the groups."""
+    """What `evaluate` keeps of one role."""
 
-    rewards: list[float] = field(default_factory=list)
     by_task: list[tuple[float, ...]] = field(default_factory=list)
+    """The rewards of each task in which the role spoke."""
     scores: list[Scores] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    shown: dict[int, str] = field(default_factory=dict)
-    """By task: its first response, as it is printed."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [reward for rewards in self.by_task for reward in rewards]
 
     def add(self, group: Group) -> None:
-        self.rewards.extend(group.rewards)
         self.by_task.append(group.rewards)
         self.scores.extend(r.scores for r in group.responses)
         self.lengths.extend(r.sampled_count for r in group.responses)
 
 
-def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    """`show`: number of tasks whose first response is printed."""
-    refuse_several(recipe.policies)
+def evaluate(
+    models: Mapping[str, str], recipe: Recipe, *, policy: str = "", tasks: int, temperature: float | None, show: int
+) -> None:
+    """`models`: by policy. `policy`: print only the rewards of its roles, with its own [eval]; by default, those of all
+    policies. `show`: number of tasks whose first response is printed."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
     if is_agent(recipe):  # a run may have the port of its gateway
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
-    out = Console(highlight=False, soft_wrap=True)
-    sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
-    if sampling.temperature == 0 and size > 1:
+    out = Console(highlight=False, soft_wrap=True, emoji=False)
+    options, size = recipe.of(policy).eval, recipe.of(policy).eval.samples
+    samplings = {name: recipe.of(name).rollout.sampling(temperature) for name in models}
+    if size > 1 and any(sampling.temperature == 0 for sampling in samplings.values()):
         fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
         raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
-    results = _Results()
+    results: dict[str, _Results] = {}
+    shown: dict[int, str] = {}
+    """By task: its first response, as it is printed."""
 
     async def collect() -> EnvFailures:
-        async with _rollout(model_path, recipe, tasks) as rollout:
+        async with _rollout(models, recipe, tasks) as rollout:
             with out.status("evaluating") as status:
                 held_out = range(HELD_OUT, HELD_OUT + tasks)
-                async for group in rollout.groups(held_out, size=size, sampling=lambda policy: sampling):
-                    results.add(group)
-                    done, mean = len(results.by_task), _mean(results.rewards)
-                    status.update(f"evaluating {done}/{tasks}, reward so far {mean:.3f}")
+                done = 0
+                async for group in rollout.groups(held_out, size=size, sampling=samplings.__getitem__):
+                    done += 1
+                    for name in [policy] if policy else models:
+                        for role, part in group.of(name).by_role().items():
+                            results.setdefault(role, _Results()).add(part)
+                    so_far = ", ".join(f"{role} {_mean(r.rewards):.3f}".lstrip() for role, r in results.items())
+                    status.update(f"evaluating {done}/{tasks}, reward so far {so_far}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
-                        results.shown[group.index] = _example(group, rollout.text)
+                        shown[group.index] = _example(group, rollout.texts)
         return rollout.failures
 
     failures = asyncio.run(collect())
-    if not results.rewards:
+    if not any(found.rewards for found in results.values()):
         raise failures.no_rewards(f"{tasks} held-out tasks", Counter())
-    for _, example in sorted(results.shown.items()):
+    for _, example in sorted(shown.items()):
         out.print(example)
-    _print_rewards(out, recipe, results, described.description, responses=tasks * size)
-    out.print(
-        f"mean length {_mean(results.lengths):.1f} tokens; temperature {sampling.temperature:g}; "
-        f"rewards missing {failures.missing}"
-    )
+    for role, found in sorted(results.items()):
+        label = f"{role}: " if role else ""
+        _print_rewards(out, options, found, described.description, label)
+        out.print(
+            f"{label}mean length {_mean(found.lengths):.1f} tokens; "
+            f"temperature {samplings[policy_of(role)].temperature:g}; "
+            f"rewards missing {len(found.lengths) - len(found.rewards)}"
+        )
     if failures.skipped:
         out.print(f"skipped {failures.skipped} unusable tasks")
 
 
 @contextlib.asynccontextmanager
-async def _rollout(model_path: str, recipe: Recipe, tasks: int) -> AsyncIterator[Rollout]:
-    """A rollout of this model, with a worker in this process."""
+async def _rollout(models: Mapping[str, str], recipe: Recipe, tasks: int) -> AsyncIterator[Rollout]:
+    """A rollout of these models, by policy, with a worker in this process for each base."""
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-    async with recipe_host(recipe) as env:
+    bases = _bases(models)
+    events = EventLog(Path("/dev/null"))
+    versions = [PolicyVersions(name, base) for base, paths in bases.items() for name in paths]
+    async with recipe_host(recipe) as env, contextlib.AsyncExitStack() as stack:
         await env.ready()  # before loading the model, which may take long
-        model = load.load(model_path, dtype=dtype, device=device)
-        text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
-        context = context_of(model)
-        if is_agent(recipe):
-            prompts = agent_prompts(recipe, context)
-        else:
-            prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
-        engine, slots = _engine(recipe, model, device, dtype, prompts)
-        events = EventLog(Path("/dev/null"))
-        rollout = Rollout(Dispatch(events=events), env, {"": text}, recipe, seed=recipe.run.seed, events=events)
-        rollout.contexts[""] = context
-        with tempfile.TemporaryDirectory(prefix="windfall-eval-") as folder:
-            async with agents.AgentService(recipe, Path(folder), events, env) as service:
-                await service.open(rollout, {"": load.load_tokenizer(model_path)})
-                async with in_process_worker(rollout.dispatch, engine, slots, on_failure=rollout.interrupt):
-                    rollout.dispatch.set_offer(Offer(version=0, digest="as loaded"))
-                    yield rollout
+        dispatch, texts, contexts, workers = Dispatch(events=events, versions=versions), {}, {}, []
+        for base, paths in bases.items():
+            model, pull = _load_base(base, paths, dtype, device)
+            longest: dict[str, int] = {}
+            for name, path in paths.items():
+                view, contexts[name] = recipe.of(name), context_of(model)
+                texts[name] = text_for(load.load_tokenizer(path), model, view.chat.options())
+                dispatch.ledger.vocabularies[name] = model.config.vocab_size
+                if is_agent(recipe):
+                    prompts = agent_prompts(view, contexts[name])
+                else:
+                    prompts = await prompt_lengths(env, view, texts[name], HELD_OUT, min(64, tasks))
+                longest[name] = derive(view, model, device, dtype, prompts).longest
+            workers.append((base, *_engine(recipe, model, device, dtype, longest, _rank(paths)), pull))
+        rollout = Rollout(dispatch, env, texts, recipe, seed=recipe.run.seed, events=events)
+        rollout.contexts.update(contexts)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windfall-eval-")))
+        service = await stack.enter_async_context(agents.AgentService(recipe, folder, events, env))
+        await service.open(rollout, {name: load.load_tokenizer(path) for name, path in models.items()})
+        for number, (base, engine, slots, pull) in enumerate(workers):
+            await stack.enter_async_context(
+                in_process_worker(
+                    dispatch, engine, slots, name=f"local-{number}", base=base, pull=pull, on_failure=rollout.interrupt
+                )
+            )
+        for name, path in models.items():
+            dispatch.set_offer(Offer(version=0, digest=path), policy=name)
+        yield rollout
 
 
-def _print_rewards(out: Console, recipe: Recipe, results: _Results, tasks: str, *, responses: int) -> None:
+def _bases(models: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """By base: the paths of the models on it, by policy."""
+    found: dict[str, dict[str, str]] = {}
+    for name, path in models.items():
+        where = load.fetch(path)
+        base = load.fetch(load.adapter_base(where)) if isinstance(where, Path) and is_adapter(where) else where
+        found.setdefault(str(base), {})[name] = path
+    return found
+
+
+def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> tuple[Any, Pull]:
+    """The module, and what a worker with it calls to get the weights of a policy: the adapter that is in its slot."""
+    if len(paths) == 1:
+        return load.load(next(iter(paths.values())), dtype=dtype, device=device), weights_already_loaded
+    import torch
+
+    model = load.load(base, dtype=dtype, device=device)
+    weights = model.state_dict()
+    digest = adapter_folder.base_digest(weights)
+    shapes = {name: torch.empty_like(t, device="meta") for name, t in weights.items()}
+    adapters: dict[str, MergedWeights] = {}
+    for name, folder in ((name, Path(path)) for name, path in paths.items()):
+        pairs, scale = {}, 1.0
+        if is_adapter(folder):
+            adapter_folder.check_base(folder, AdapterBase(path=base, dtype=dtype, digest=digest))
+            pairs, scale = adapter_folder.read_tensors(folder), adapter_folder.read_config(folder).scale
+        adapters[name] = MergedWeights(shapes, pairs, scale, base_is_loaded=True)
+    return model, lambda load, stop: PulledWeights(digest=load.digest, tensors=adapters[load.policy])
+
+
+def _rank(paths: Mapping[str, str]) -> int:
+    """The largest rank of the adapters among these models; 0 if there are none."""
+    folders = [Path(path) for path in paths.values()]
+    return max((adapter_folder.read_config(folder).rank for folder in folders if is_adapter(folder)), default=0)
+
+
+def _print_rewards(out: Console, options: Any, results: _Results, tasks: str, label: str) -> None:
     mean, by_task = _mean(results.rewards), [r for r in results.by_task if r]
     means = [_mean(r) for r in by_task]  # responses to the same task are not independent
     error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
-    of_all = graded({"graded": len(results.rewards), "responses": responses})
-    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(tasks)}{of_all}")
-    more = describe_passes(recipe.eval, by_task) | describe_scores(results.scores)
+    of_all = graded({"graded": len(results.rewards), "responses": len(results.lengths)})
+    out.print(f"{label}reward {mean:.3f} ± {error:.3f} (standard error) on {escape(tasks)}{of_all}")
+    more = describe_passes(options, by_task) | describe_scores(results.scores)
     if line := passes(more).removeprefix(", ") + reward_parts(more):
-        out.print(line.strip())
+        out.print(f"{label}{line.strip()}")
 
 
 def generate(
@@ -171,7 +265,8 @@ def generate(
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
     try:
-        engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])
+        longest = derive(recipe, model, device, dtype, [max(map(len, ids))]).longest
+        engine, _ = _engine(recipe, model, device, dtype, {"": longest})
     except WindfallError as e:
         if e.where != "rollout.max_tokens":
             raise
@@ -201,19 +296,28 @@ def generate(
         print(f"[{id}] {text.decode(response)}")
 
 
-def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
-    """An engine, and the number of responses that it runs at once."""
-    derived = derive(recipe, model, device, dtype, prompts)
-    return build_engine(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+def _engine(
+    recipe: Recipe, model: Any, device: str, dtype: str, longest: Mapping[str, int], rank: int = 0
+) -> tuple[Any, int]:
+    """An engine, and the number of responses that it runs at once. `longest`: by policy, in tokens. `rank`: the largest
+    of their adapters, if there are several policies."""
+    slots = len(longest) if len(longest) > 1 else 0
+    found = base_spec(recipe, list(longest), model.config, dtype, longest)
+    return build_engine(msgspec.structs.replace(found, adapters=slots, adapter_rank=rank), device, model=model)
 
 
-def _example(group: Group, text: Text) -> str:
-    """The first response to a task, as it is printed. The calls of an agent have prompts of their own."""
+def _example(group: Group, texts: Mapping[str, Text]) -> str:
+    """The first response to a task, as it is printed. The calls of an agent, and a role that does not begin, have
+    prompts of their own."""
     first = group.responses[0]
-    segments = [((*s.prompt, *s.tokens) if first.agent else s.tokens) for s in first.segments]
-    response = "\n".join(escape(text.decode(ids)) for ids in segments)
-    reward = "missing" if first.reward is None else f"{first.reward:g}"
-    return f"[bold]{escape(_plain_text(group.task.prompt))}[/]\n{response}\nreward {reward}\n"
+    lines = [f"[bold]{escape(_plain_text(group.task.prompt))}[/]"]
+    for segment in first.segments:
+        ids = (*segment.prompt, *segment.tokens) if first.agent or segment is not first else segment.tokens
+        role = f"{segment.role}: " if segment.role else ""
+        lines.append(escape(f"{role}{texts[policy_of(segment.role)].decode(ids)}"))
+    shown = [f"{reward:g} for {role}" for role, reward in first.rewards]
+    lines.append(f"reward {', '.join(shown) or ('missing' if first.reward is None else f'{first.reward:g}')}\n")
+    return "\n".join(lines)
 
 
 def _plain_text(prompt: Prompt) -> str:

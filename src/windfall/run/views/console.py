@@ -18,7 +18,8 @@ from windfall.events.log import Event, read
 from windfall.recipe.changes import KeyChange
 from windfall.recipe.sections import Recipe
 from windfall.run.views import figures, long_responses
-from windfall.run.views.summary import bill_of, summarize
+from windfall.run.views.policy_costs import PolicyCosts, bill_of
+from windfall.run.views.summary import summarize
 
 LARGE = ("lengths", "replaced", "speeds")
 """Fields of a step event that grow with the number of responses. The summary does not need them."""
@@ -63,6 +64,10 @@ class Console:
         # The progress bar is shown only on a terminal; a file gets only the lines.
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._out, disable=not self._out.is_terminal)
         self._task: Any = None
+        self._costs = PolicyCosts(recipe.bases())
+        self._reached: dict[str, int] = {}
+        """By policy that is trained: its last step."""
+        self._name_width = max(map(len, recipe.names()))
         self._advised: dict[str, int] = {}
         """The last advice shown: number of workers by kind."""
         self._too_small: set[str] = set()
@@ -84,18 +89,21 @@ class Console:
         self._out.print(f"starting the trainer with {escape(self._recipe.model.path)} ...")
 
     def show(self, event: Event) -> None:
-        name = event["name"]
+        name, policy = event["name"], event.get("policy", "")
+        self._costs.add(event)
         match name:
             case "start":
                 self._show_start(event)
             case "eval" if event["kind"] == "scalar" and event["reward"] is not None:
                 on = f" on {escape(event['on'])}" if event.get("on") else ""
                 more = f"{figures.graded(event)}{figures.passes(event)}{figures.reward_parts(event)}"
-                self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
+                of = f" of {policy}" if policy else ""
+                self._out.print(f"eval{of} after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
             case "step":
                 self._out.print(self._line(event))
+                self._reached[policy] = event["step"]
                 if self._task is not None:
-                    self._bar.update(self._task, completed=event["step"])
+                    self._bar.update(self._task, completed=min(self._reached.values()))
             case "advice":
                 self._advise(event)
             case "engine_gap":
@@ -110,7 +118,8 @@ class Console:
                 fields = {key: _text(value) for key, value in event.items()}
                 count = event.get("count", 1)
                 more = f" ({count:,} of this kind so far)" if count > 1 else ""
-                self._out.print(LINES[name].format_map(fields) + more)
+                whose = f"{policy}: " if policy else ""
+                self._out.print(whose + LINES[name].format_map(fields) + more)
 
     def _show_start(self, event: Event) -> None:
         r, adapters = self._recipe, ""
@@ -122,6 +131,7 @@ class Console:
             f"{r.algorithm.name}, {r.rollout.groups} x {r.rollout.group_size} responses per step; files in "
             f"{escape(str(self._folder))}"
         )
+        self._reached = {name: event["step"] for name in r.names() if r.is_trained(name)}
         self._task = self._bar.add_task("training", total=event["steps"], completed=event["step"])
 
     def _show_gap(self, event: Event) -> None:
@@ -182,19 +192,23 @@ class Console:
 
     def _line(self, e: Event) -> str:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
-        extras = ""
-        bill = bill_of(e)
-        if bill is not None and (per_million := bill.usd_per_million(e["trained"])) is not None:
-            extras += f"  {'>' if bill.all.unpriced_s > 0 else ''}${per_million:,.2f}/M tok"
-        extras += "".join(f"  {part}" for part in figures.staleness(e)) + figures.reward_parts(e)
+        extras, policy = "", e.get("policy", "")
+        bill, usd = bill_of(e).all, self._costs.since_shown(policy)
+        if bill.usd and e["trained"]:
+            extras += f"  {'>' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
+        # With several policies, those that wait much do so for the others.
+        last = figures.staleness(e) or (figures.waits(e) if policy else [])
+        extras += "".join(f"  {part}" for part in last) + figures.reward_parts(e)
         if drafts := long_responses.drafts(e):
             extras += f"  {drafts}"
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):
                 extras += f"  {what} {e[key]}"
+        of = f" {policy:<{self._name_width}}" if policy else ""
         return (
-            f"step {e['step']:>4}/{self._recipe.run.steps}  reward [bold]{reward}[/]  length {e['mean_length']:6.1f}  "
-            f"entropy {entropy}  grad {grad}  {e['tok_per_s']:>7,.0f} tok/s  {e['s']:5.1f} s{extras}"
+            f"step {e['step']:>4}/{self._recipe.run.steps}{of}  reward [bold]{reward}[/]  "
+            f"length {e['mean_length']:6.1f}  entropy {entropy}  grad {grad}  "
+            f"{e['tok_per_s']:>7,.0f} tok/s  {e['s']:5.1f} s{extras}"
         )
 
     def summary(self, *, finished: bool) -> None:
@@ -206,13 +220,15 @@ class Console:
         except Exception as e:  # fault boundary: a view must never fail the run, whatever its log contains
             self.notice(f"{path}: some events are damaged, so there is no summary: {type(e).__name__}: {e}")
             out = []
-        out.append(("files", f"{escape(str(self._folder))}  (events.jsonl, recipe.toml, checkpoints/)"))
+        models = "policies/" if self._recipe.policies else "checkpoints/"
+        out.append(("files", f"{escape(str(self._folder))}  (events.jsonl, recipe.toml, {models})"))
         if finished:
-            saved = (e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e)
-            model = _argument(next(saved, self._folder))
+            saved = {e.get("policy"): e["path"] for e in events if e["name"] == "checkpoint" and "path" in e}
+            models = list(saved.values()) or [self._folder]
             prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
-            out.append(("try next", f"{_command()} generate {model} --prompt '{prompt}'"))
-            out.append(("", f"{_command()} eval {model}"))
+            tries = [f"generate {_argument(model)} --prompt '{prompt}'" for model in models]
+            tries.append(f"eval {_argument(models[0] if len(models) == 1 else self._folder)}")
+            out += [("" if n else "try next", f"{_command()} {what}") for n, what in enumerate(tries)]
         else:
             out.append(("resume with", f"{_command()} resume {_argument(self._folder)}"))
         title = "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"

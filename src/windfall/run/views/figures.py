@@ -17,7 +17,9 @@ SHOWN_S = 0.05
 
 def labeled(rows: Iterable[Labeled]) -> list[str]:
     """The lines of a summary, with the labels in a column of their own."""
-    return [f"  {label:<26} {text}" for label, text in rows]
+    rows = list(rows)
+    width = max([26, *(len(label) for label, _ in rows)])
+    return [f"  {label:<{width}} {text}" for label, text in rows]
 
 
 def plain_table(
@@ -102,10 +104,13 @@ def staleness(step: Mapping[str, Any]) -> list[str]:
         parts.append(f"stale {mean:.1f} (max {step['staleness_max']}, bound {step['staleness_bound']})")
     if step.get("too_old"):
         parts.append(f"too old {step['too_old']:,} ({step.get('too_old_tokens') or 0:,} tok)")
-    for name, key in (("waited", "train_wait_s"), ("held", "held_s")):
-        if (seconds := step.get(key) or 0.0) >= SHOWN_S:
-            parts.append(f"{name} {seconds:,.1f} s")
-    return parts
+    return parts + waits(step)
+
+
+def waits(step: Mapping[str, Any]) -> list[str]:
+    """For how long the trainer waited in a step, and generation was held back."""
+    found = ((name, step.get(key) or 0.0) for name, key in (("waited", "train_wait_s"), ("held", "held_s")))
+    return [f"{name} {seconds:,.1f} s" for name, seconds in found if seconds >= SHOWN_S]
 
 
 def graders(found: Mapping[str, Any]) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+
 import msgspec
 from rich.markup import escape
 
-from windfall.controller.cost.bill import Totals, borrowed_value, reserved_only
+from windfall.controller.cost.bill import borrowed_value, reserved_only
 from windfall.events.log import Event
 from windfall.run.views import long_responses
 from windfall.run.views.figures import Labeled, graded, number, percent
 from windfall.run.views.moved_weights import MOVED, moved_bytes
+from windfall.run.views.policy_costs import PolicyCosts
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -30,9 +34,32 @@ def spark(values: list[float], width: int = 30) -> str:
 
 def summarize(events: list[Event]) -> list[Labeled]:
     """A summary in a few lines of rich markup, for a run that finished, was stopped, or died."""
-    steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
-    learned = [*_rewards(events, steps), *_tokens(steps), *_staleness(steps)]
-    return [*learned, *_fleet(events, steps), *_cost(events, steps)]
+    costs, scalars = PolicyCosts(), [e for e in events if e["kind"] == "scalar"]
+    for event in events:
+        costs.add(event)
+    steps = [e for e in scalars if e["name"] == "step"]
+    policies = dict.fromkeys(e.get("policy", "") for e in scalars if e["name"] in ("step", "eval"))
+
+    def each(part: Callable[[list[Event], list[Event]], list[Labeled]]) -> list[Labeled]:
+        """This part for every policy."""
+        out: list[Labeled] = []
+        for policy in policies or [""]:
+            own, own_steps = ([e for e in found if e.get("policy", "") == policy] for found in (events, steps))
+            out += [(f"{policy}: {label}" if policy else label, text) for label, text in part(own, own_steps)]
+        return out
+
+    usd_of = costs.usd_of()
+    named = [(p, _policy([e for e in steps if e["policy"] == p], usd_of.get(p))) for p in policies if p]
+    learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness)]
+    return [*learned, *_fleet(events, steps), *_cost(costs, steps)]
+
+
+def _policy(steps: list[Event], usd: float | None) -> str:
+    """One of several policies in a line."""
+    trained, waited_s = sum(e["trained"] for e in steps), sum(e.get("train_wait_s") or 0.0 for e in steps)
+    cost = f", ${usd:,.2f}" if usd else ""
+    waited = percent(waited_s, sum(e["s"] for e in steps))
+    return f"{len(steps)} steps, {trained:,} tokens trained{cost}; waited {waited} of the time for responses"
 
 
 def _rewards(events: list[Event], steps: list[Event]) -> list[Labeled]:
@@ -58,7 +85,10 @@ def _tokens(steps: list[Event]) -> list[Labeled]:
     if not steps:
         return []
     generated = sum(e["made"] - e.get("restored", 0) for e in steps)
-    speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
+    seconds: dict[str, float] = defaultdict(float)
+    for e in steps:  # those of several policies overlap, unless they say how much time they count
+        seconds["" if "counted_s" in e else e.get("policy", "")] += e.get("counted_s", e["s"])
+    speed = generated / max(1e-9, *seconds.values())
     out = [("tokens", f"{generated:,} generated, {speed:,.0f} tok/s including training")]
     not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
     skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
@@ -69,7 +99,7 @@ def _tokens(steps: list[Event]) -> list[Labeled]:
     return out
 
 
-def _staleness(steps: list[Event]) -> list[Labeled]:
+def _staleness(events: list[Event], steps: list[Event]) -> list[Labeled]:
     """Nothing for a synchronous run. A run that became asynchronous when it was resumed counts only those steps."""
     steps = [e for e in steps if "staleness_mean" in e]
     if not steps:
@@ -114,14 +144,9 @@ def _fleet(events: list[Event], steps: list[Event]) -> list[Labeled]:
     ]
 
 
-def bill_of(event: Event) -> Totals | None:
-    return msgspec.convert(event["bill"], Totals) if event.get("bill") else None
-
-
-def _cost(events: list[Event], steps: list[Event]) -> list[Labeled]:
+def _cost(costs: PolicyCosts, steps: list[Event]) -> list[Labeled]:
     """What the run cost and for what, compared with the same run on the trainer's machine alone."""
-    total = sum((bill for bill in map(bill_of, events) if bill), Totals())
-    out: list[Labeled] = []
+    total, out = costs.bill, list[Labeled]()
     trained, bought = sum(e["trained"] for e in steps), total.all
     per_million = total.usd_per_million(trained)
     if per_million is not None and bought.total_usd:
@@ -131,8 +156,7 @@ def _cost(events: list[Event], steps: list[Event]) -> list[Labeled]:
         shares = ", ".join(f"{names.get(b, b)} {usd / bought.total_usd:.0%}" for b, usd in parts if usd > 0)
         out.append(("cost", f"${bought.total_usd:,.2f}, ${per_million:,.2f} per million trained tokens{note}"))
         out.append(("", shares))
-        spans = [e for e in events if e["kind"] == "span" and e["name"] == "train" and "error" not in e]
-        alone = reserved_only(total, train_s=sum((e.get("s") or 0.0) + (e.get("early_s") or 0.0) for e in spans))
+        alone = reserved_only(total, train_s=sum(costs.train_s.values()))
         if alone is not None and alone.usd:
             cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
             out.append(("cost on the trainer alone", f"{cost}, by the tok/s measured on {alone.measured_on}"))

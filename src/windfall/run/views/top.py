@@ -61,16 +61,21 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     present = [w for w in snapshot["workers"] if w["state"] != "gone"]
     gone = [w for w in snapshot["workers"] if w["state"] == "gone"]
     rows = [_row(w) for w in present + gone[-GONE_SHOWN:]]
+    policies = snapshot.get("policies") or {"": snapshot}
     lines = [_header(snapshot, len(present), live, run)]
+    for name, policy in policies.items():
+        if name:
+            last = _staleness(policy["staleness"]) or figures.waits(policy)
+            lines.append(f"{name}: {'; '.join([_progress(policy, snapshot['steps']), *last])}")
     if graders := snapshot.get("graders"):
         lines.append(f"graders: {figures.graders(graders)}")
-    if weights := moved_weights.of_version(snapshot.get("weights") or {}):
-        lines.append(f"weights: {weights}")
+    for name, policy in policies.items():
+        if weights := moved_weights.of_version(policy.get("weights") or {}):
+            lines.append(f"weights{name and f' of {name}'}: {weights}")
     if drafts := long_responses.drafts(snapshot.get("drafts") or {}):
         lines.append(drafts)
-    if stale := snapshot.get("staleness"):
-        named = {f"staleness_{key}": stale[key] for key in ("mean", "max", "bound")}
-        lines.append("last step: " + ("; ".join(figures.staleness(stale | named)) or "nothing was trained"))
+    if "" in policies and (stale := policies[""].get("staleness")):
+        lines.append("last step: " + ("; ".join(_staleness(stale)) or "nothing was trained"))
     if lenders := [(w, w["lender"]) for w in present if w.get("lender")]:
         used, lent = sum(x["in_use"] for _, x in lenders), sum(x["lent"] for _, x in lenders) / len(lenders)
         slots = f"{sum(x['slots'] for _, x in lenders)} of {sum(w['slots'] for w, _ in lenders)} slots open"
@@ -81,12 +86,37 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     return Group(Text("\n".join(lines)), figures.plain_table(COLUMNS, rows, right=NUMBERS, whole=True))
 
 
+def _progress(policy: dict[str, Any], steps: int) -> str:
+    step = "not trained" if policy["step"] is None else f"step {policy['step']}/{steps}"
+    return f"{step}, version {policy['version']}"
+
+
+def _staleness(stale: dict[str, Any] | None) -> list[str]:
+    """Of the last step, from fleet.json."""
+    stale = stale or {}
+    return figures.staleness(
+        stale | {f"staleness_{key}": stale[key] for key in ("mean", "max", "bound") & stale.keys()}
+    )
+
+
+def _versions(w: dict[str, Any]) -> str:
+    """The versions of a worker's policies, after the base on which they are if that has a name.
+
+    >>> _versions({"version": 12}), _versions({"version": -1})
+    ('12', '-')
+    >>> _versions({"version": 12, "base": "solver", "versions": {"solver": 12, "verifier": 9}})
+    'solver 12/9'
+    """
+    versions = (w.get("versions") or {"": w["version"]}).values()
+    return f"{w.get('base') or ''} {'/'.join(str(v) if v >= 0 else '-' for v in versions)}".strip()
+
+
 def _row(w: dict[str, Any]) -> list[str | Text]:
     state, price = w["state"], f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
     here = state != "gone"
     return [
         w["worker"], w["kind"] + price, w["device"], w.get("engine") or "-", Text(state, style=STYLES.get(state, "")),
-        str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if here else "-",
+        _versions(w), f"{w['running']}/{w['slots']}" if here else "-",
         f"{w['tok_per_s']:,.0f}" if here else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]), w["why"],
     ]  # fmt: skip
 
@@ -97,8 +127,9 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     if not live or ago > 5:
         status += f", as of {_age(ago)} ago"
     resume = "" if live or s["ended"] == "finished" else f"resume with: windfall resume {shlex.quote(str(run))}\n"
+    progress = "" if "" not in s.get("policies", {"": s}) else f"{_progress(s, s['steps'])}, "
     return (
-        f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
+        f"{s['run']}: {progress}{status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
         f"{c['moved']} moved; tokens: {c['accepted']:,} accepted since the controller started, "
         f"{c['repeated'] + c['late']} twice"

@@ -60,18 +60,22 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     }
 
 
-def training(events: Sequence[Event], numbers: Iterable[int]) -> TrainingTimes | None:
-    """Times of training of the steps with these numbers. None: they trained on nothing."""
-    wanted = set(numbers)
-    trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
-    spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
-    tokens = sum(trained[e["step"]] for e in spans)
+def training(events: Sequence[Event], steps: Sequence[Event]) -> TrainingTimes | None:
+    """Times of training of these steps. None: they trained on nothing."""
+    trained = {_step(e): e["trained"] for e in steps if e.get("trained")}
+    spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and _step(e) in trained]
+    tokens = sum(trained[_step(e)] for e in spans)
     if not tokens:
         return None
     update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
     # The time that the controller waited: transferring samples is part of training on them.
     whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
     return TrainingTimes(train_s=whole_s / tokens, update_s=update_s)
+
+
+def _step(event: Event) -> tuple[str, int]:
+    """The step of an event: each policy of a run has its own."""
+    return event.get("policy", ""), event["step"]
 
 
 def services(steps: Sequence[Event], trained: TrainingTimes | None) -> dict[str, StepTime]:
@@ -99,7 +103,7 @@ def _calibrated(path: Path) -> list[tuple[str, StepTime, str]]:
         events = read(path)
         steps = steps_of(events)
         granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
-        points, found = speeds(steps), services(steps, training(events, [e["step"] for e in steps]))
+        points, found = speeds(steps), services(steps, training(events, steps))
     except (OSError, UnicodeDecodeError) as e:
         raise WindfallError(f"cannot read the file: {e}", where=str(path), fix=FIX) from e
     except (KeyError, TypeError) as e:

@@ -163,7 +163,7 @@ class Simulation:
 
         def counters() -> dict[str, Any]:
             now_s = asyncio.get_running_loop().time()
-            self.fleet.follow(life.report.snapshot(step=0, now_s=now_s, ended=None))
+            self.fleet.follow(life.report.snapshot(steps={}, now_s=now_s, ended=None))
             return {"real_tokens": self.token_schedule.real_tokens}
 
         try:

@@ -63,7 +63,6 @@ class SimFleet:
         self._autoscaler = worker_sources.autoscaler(scenario.real, elsewhere=False)
         self._own_workers: dict[str, SimWorker | float] = {}
         """Workers that are not in the trace, by name. A number is the time at which the worker started to boot."""
-        self._snapshots = 0
 
     def local(self) -> SimWorker | None:
         return self.workers.get(LOCAL)
@@ -145,10 +144,9 @@ class SimFleet:
         """Autoscale the recipe's own workers, as the supervisor does. `snapshot`: the fleet after a step."""
         if not self._scenario.real.fleet.workers_max:
             return
-        self._snapshots += 1
         running = {name for name, worker in self._own_workers.items() if isinstance(worker, SimWorker)}
         now_s = asyncio.get_running_loop().time()
-        changes = self._autoscaler.update({**snapshot, "step": self._snapshots}, {"local": running}, now_s)
+        changes = self._autoscaler.update(snapshot, {"local": running}, now_s)
         if "local" in changes:
             self._scale_to(changes["local"])
 

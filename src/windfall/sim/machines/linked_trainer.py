@@ -122,9 +122,8 @@ class LinkedTrainer:
         link = self._link = SimLink("trainer", self._orders.put_nowait, lambda why: self._link_closed(link, why), 0.0)
         w = self.weights
         hello = m.TrainerHello(
-            protocol=m.PROTOCOL, nonce=b"", proof=b"", step=w.state.step, next_task=w.state.next_task,
-            open_tasks=w.state.open_tasks, micro_tokens=self._micro_tokens, model="", engine=ENGINE,
-            version=w.state.step, digest=w.digest, weights=self._published_files(),
+            protocol=m.PROTOCOL, nonce=b"", proof=b"", **asdict(w.state), micro_tokens=self._micro_tokens, model="",
+            engine=ENGINE, version=w.state.step, digest=w.digest, weights=self._published_files(),
             facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts}, policy=self.policy,
         )  # fmt: skip
         assert self.attend is not None, "attend is not set"
@@ -172,7 +171,7 @@ class LinkedTrainer:
         await self._work(self._service.update_s)
         part, self._updated_samples = self._samples[self._updated_samples :], len(self._samples)
         if order.step is not None:
-            self._completed = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)
+            self._completed = CheckpointState.of(order)
         return m.Optimized(report=asdict(Report(tokens=sum(len(s.targets) for s in part), responses=len(part))))
 
     def _publish(self) -> m.PublishedVersion:

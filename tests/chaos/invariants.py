@@ -374,7 +374,9 @@ class Invariants:
         self._trained_in[policy] = trained_in
         if policy in self._staleness:
             self._staleness[policy].check_batch(step, samples)
-        if (previous := self.batches.get((policy, step))) is not None:
+        previous = self.batches.get((policy, step))
+        if previous or (previous is not None and policy not in self._staleness):
+            # With staleness, a step for which all draws were replaced may find something when it is trained again.
             compare(policy, step, previous, batch)
         self.batches[policy, step] = batch
 

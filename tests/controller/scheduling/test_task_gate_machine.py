@@ -288,6 +288,13 @@ class OnePolicy(RuleBasedStateMachine):
         self.alone.publish()
         self.gated.publish()
 
+    @precondition(lambda self: self.open_tasks)
+    @rule(data=st.data())
+    def not_begun(self, data: st.DataObject) -> None:
+        tasks = data.draw(st.lists(st.sampled_from(sorted(self.open_tasks)), unique=True))
+        self.alone.not_begun(tasks)
+        self.gated.not_begun([*tasks, 10**6])  # one that waits for nothing here
+
     @rule(data=st.data(), planned=st.booleans(), change=st.booleans())
     def restart(self, data: st.DataObject, planned: bool, change: bool) -> None:
         state = data.draw(st.sampled_from(self.states))

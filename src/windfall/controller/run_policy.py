@@ -148,6 +148,7 @@ class RunPolicy:
                 await asyncio.sleep(COPY_CHECK_S)
                 if self.trainer.hello is not hello:
                     raise TrainerLost("it disconnected, or another trainer replaced it")
+            await copy._renew()
         planned, oldest = self._life.restored_of(self.name)
         admission.restore(
             version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=planned, oldest=oldest

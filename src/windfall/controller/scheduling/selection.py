@@ -65,13 +65,9 @@ class Replay:
 
 def outcome(group: Group) -> Kind | Literal["informative"] | None:
     """What the rewards of a group say. Only responses of the same role are compared. None: there are no rewards."""
-    rewards: dict[str, set[float]] = {}
-    for response in group.responses:
-        if response.reward is not None:
-            rewards.setdefault(response.role, set()).add(response.reward)
-    if any(len(values) > 1 for values in rewards.values()):
+    if any(len(set(part.rewards)) > 1 for part in group.by_role().values()):
         return "informative"
-    return None if not rewards else "easy" if min(map(min, rewards.values())) > SOLVED else "hard"
+    return None if not group.rewards else "easy" if min(group.rewards) > SOLVED else "hard"
 
 
 class PromptSelection:

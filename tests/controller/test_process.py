@@ -244,7 +244,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
     auth.make_token(tmp_path / "token")
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"), policy="",
+        engine=SimpleNamespace(model_config="{}"), policy="", replay=(), selection=(),
     )  # fmt: skip
 
     async def main() -> None:
@@ -323,7 +323,7 @@ def test_steps_missing_from_the_log_are_reported_once(
         log.scalar("step", step=step)
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"), policy="",
+        engine=SimpleNamespace(model_config="{}"), policy="", replay=(), selection=(),
     )  # fmt: skip
 
     async def main() -> None:

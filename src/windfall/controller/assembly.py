@@ -32,8 +32,6 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_damage import JournalDamage
 from windfall.controller.ledger.journal_format import JournalContents, end_of, oldest_versions
 from windfall.controller.ledger.ledger import UNLIMITED
-from windfall.controller.loop import Loop
-from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stopped
@@ -123,9 +121,9 @@ class ControllerLife:
         self._trainers = count(1)
         self._billed: dict[Any, tuple[str, int]] = {}
         """By trainer process: the id of its account, and its open links."""
-        self._trained: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._oldest: dict[str, dict[int, int]] = {}
-        """Of the journal, by policy: the tasks of each trained step, and the oldest version of each task."""
+        self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._oldest: dict[tuple[str, int], int] = {}
+        """Of the journal: the tasks of each trained step of a policy, and the oldest version of each task."""
         self._journal_end = 0
         """The first task that the journal had no token of when it was last read."""
         self._count_agents: Callable[[], dict[str, Any]] = dict
@@ -182,20 +180,6 @@ class ControllerLife:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The lead's, for one policy.
-
-    @property
-    def trainer(self) -> RemoteTrainer:
-        return self.lead.trainer
-
-    @property
-    def loop(self) -> Loop | None:
-        return self.lead.loop
-
-    @property
-    def state(self) -> CheckpointState:
-        return self.lead.state
-
     async def log_activities(self) -> None:
         """Log what workers do, forever."""
         while True:
@@ -230,10 +214,8 @@ class ControllerLife:
         self._journal_damage.report_journal(found, step=self.lead.hello.step)
         if not journal.is_open or found.damage is not None:
             journal.open(number, found)
-        self._trained = {}
-        for (name, step), tasks in found.trained.items():
-            self._trained.setdefault(name, {})[step] = tasks
-        self._oldest, self._journal_end = oldest_versions(found.history), end_of(found.history)
+        self._trained, self._oldest = found.trained, oldest_versions(found.history)
+        self._journal_end = end_of(found.history)
         rollout.history = {
             id: past
             for id, past in found.history.items()
@@ -243,7 +225,8 @@ class ControllerLife:
 
     def restored_of(self, policy: str) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
         """What the journal has of a policy: the tasks of each trained step, and the oldest version of each task."""
-        return self._trained.get(policy, {}), self._oldest.get(policy, {})
+        trained = {step: tasks for (name, step), tasks in self._trained.items() if name == policy}
+        return trained, {task: version for (name, task), version in self._oldest.items() if name == policy}
 
     def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
         """The run continues with the trainer that is connected. `model`: the configuration of its model."""
@@ -283,7 +266,7 @@ class ControllerLife:
             yield
             return
         accounts, loop = self.dispatch.accounts, asyncio.get_running_loop()
-        base = self._base_of(hello.policy)
+        base = self.base_of(hello.policy)
         device, now = str(hello.facts.get("machine", "")), loop.time()
         process = base, device, hello.facts.get("pid")
         id, links = self._billed.get(process, ("", 0))
@@ -329,7 +312,7 @@ class ControllerLife:
         now_s, done = asyncio.get_running_loop().time(), policy.state.step >= self.recipe.run.steps
         return {**self.report.counters(last, now_s, staleness, policy.name, done=done), **self._count_agents()}
 
-    def _base_of(self, policy: str) -> str:
+    def base_of(self, policy: str) -> str:
         return next(base for base, names in self._bases.items() if policy in names)
 
     async def tick(self) -> None:

@@ -45,8 +45,8 @@ class RunPolicy:
     def __init__(self, name: str, recipe: Recipe, life: ControllerLife, local_time: LocalTimePolicy) -> None:
         """`recipe`: as the policy sees it."""
         self.name, self.recipe, self._life = name, recipe, life
+        self.trained = life.recipe.is_trained(name)
         own = life.recipe.policies.get(name)
-        self.trained = own is None or own.trained
         self._copy_of, self._every = (own.copy_of, own.every) if own is not None else ("", 0)
         self.events = life.events.bind(policy=name) if name else life.events
         self.trainer = RemoteTrainer(life.dispatch.weights, name)

@@ -32,10 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
-from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed, smallest
 from windfall.controller.ledger.journal_format import History, Prompted, TokenRun, TurnCut, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.stream import oldest_versions
 from windfall.errors import WindfallError
 from windfall.types import Finish, Response, Sampling, policy_of
 
@@ -244,7 +243,7 @@ class DispatchSampler:
             if s.opened:
                 found.append((policy, self._dispatch.ledger.oldest_version(s.episode.id)))
             found += [(policy, version) for version, _ in s.episode.version_runs if version >= 0]
-        return oldest_versions(found)
+        return smallest(found)
 
     def sampled(self, session: str) -> int:
         """Number of sampled tokens that the agent has received so far."""

@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import xxhash
 
-from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed, smallest
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.grading import OUT_OF_TOKENS, EnvFailures, Grader, Grading
@@ -126,7 +126,7 @@ class Rollout:
         self.texts = texts
         self.lead = names[0]
         """The role that begins if a task names none."""
-        self.trained = {name for name in names if name not in recipe.policies or recipe.policies[name].trained}
+        self.trained = set(filter(recipe.is_trained, names))
         self.options = recipe.rollout
         self.policy_options = {name: recipe.of(name).rollout for name in names}
         """The same section as each policy sees it."""
@@ -147,11 +147,6 @@ class Rollout:
         self.failures = EnvFailures(env.name, events)
         self.grader = Grader(env, self.options, self.grading, self.failures)
         dispatch.on_failure = self.interrupt
-
-    @property
-    def text(self) -> Text:
-        """That of the policy that begins by default."""
-        return self.texts[self.lead]
 
     def sampling(self, policy: str) -> Sampling:
         """How training samples the tokens of this policy."""
@@ -339,9 +334,8 @@ class Stream:
     def _oldest_versions(self, id: str) -> dict[str, int]:
         """By policy: the oldest version among its tokens."""
         response, _ = self._live[id]
-        return oldest_versions(
-            (episode.policy, self._dispatch.ledger.oldest_version(episode.id)) for episode in response.episodes.values()
-        )
+        oldest = self._dispatch.ledger.oldest_version
+        return smallest((episode.policy, oldest(episode.id)) for episode in response.episodes.values())
 
     def _sampled(self, id: str) -> int:
         response, _ = self._live[id]
@@ -700,16 +694,3 @@ class Stream:
         if group.complete:
             self._forget(group.index)
             self._completed.append(group)
-
-
-def oldest_versions(found: Iterable[tuple[str, int | None]]) -> dict[str, int]:
-    """By policy: the oldest of these versions.
-
-    >>> oldest_versions([("solver", 3), ("verifier", None), ("solver", 2)])
-    {'solver': 2}
-    """
-    oldest: dict[str, int] = {}
-    for policy, version in found:
-        if version is not None:
-            oldest[policy] = min(version, oldest.get(policy, version))
-    return oldest

@@ -32,11 +32,6 @@ class WeightRoutes:
         self.upload_again: dict[str, Callable[[tuple[str, ...]], None]] = {}
         """By policy: tells its trainer that these files are damaged in the bucket."""
 
-    @property
-    def directory(self) -> Directory:
-        """That of the first policy."""
-        return next(iter(self.directories.values()))
-
     # The trainers
 
     def publish(self, files: m.PublishedFiles, policy: str = "") -> None:

@@ -102,6 +102,7 @@ class ControllerLife:
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
         self.policies = {name: RunPolicy(name, recipe.of(name), self, local_time()) for name in recipe.names()}
+        self.trained = {name: policy for name, policy in self.policies.items() if policy.trained}
         self.lead = self.policies[recipe.names()[0]]
         for name, policy in self.policies.items():
             policy.evaluated, policy.last_logged = history.evaluated.get(name, set()), history.steps.get(name, 0)
@@ -150,11 +151,10 @@ class ControllerLife:
             await self.unless_stopped(self.on_rollout(rollout))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         self._count_agents = counters or dict
-        trained = {name: policy for name, policy in self.policies.items() if policy.trained}
-        gate = TaskGate({name: make_admission(policy.recipe) for name, policy in trained.items()})
+        gate = TaskGate({name: make_admission(policy.recipe) for name, policy in self.trained.items()})
         generation = self.generation = Generation(rollout, gate, recipe.rollout.group_size)
         generation.reload = self._reload
-        for policy in trained.values():
+        for policy in self.trained.values():
             policy.assemble(generation)
         try:
             return await self._run()
@@ -169,9 +169,9 @@ class ControllerLife:
         tasks = {asyncio.create_task(policy.run()): policy for policy in self.policies.values()}
         training = [task for task, policy in tasks.items() if policy.trained]
         try:
-            while running := {task for task in training if not task.done()}:
-                others = {task for task in tasks if task not in training}
-                done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
+            while not all(task.done() for task in training):
+                running = [task for task in tasks if not task.done()]
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             return min((task.result() for task in training), key=lambda state: state.step)
@@ -205,8 +205,7 @@ class ControllerLife:
         journal, rollout = self.journal, self.rollout
         if journal is None or rollout is None:
             return
-        trained = [policy for policy in self.policies.values() if policy.trained]
-        states = [policy.recovery_state for policy in trained]
+        states = [policy.recovery_state for policy in self.trained.values()]
         number, lowest = sum(s.step for s in states), _lowest_task(states)
         journal.flush()
         # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
@@ -219,7 +218,7 @@ class ControllerLife:
         rollout.history = {
             id: past
             for id, past in found.history.items()
-            if ":" not in id or any(policy.restores(id.rpartition(":")[0]) for policy in trained)
+            if ":" not in id or any(policy.restores(id.rpartition(":")[0]) for policy in self.trained.values())
         }
         self.events.instant("journal", file=journal.file)
 
@@ -237,7 +236,7 @@ class ControllerLife:
 
     def rotate_journal(self, policy: RunPolicy) -> None:
         """A checkpoint of the policy is on disk."""
-        journal, trained = self.journal, [p for p in self.policies.values() if p.trained]
+        journal, trained = self.journal, self.trained.values()
         if journal is None or self.generation is None or not self._journal_damage.saved(policy.state.step, policy.name):
             return
         entries = [e for e in self.dispatch.ledger.entries.values() if e.state == "running"]

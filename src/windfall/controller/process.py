@@ -297,7 +297,7 @@ class ControllerProcess:
             graders = rollout.grading.snapshot(now_s)
             if ended is None and rollout.grading.slow_s(now_s) is not None:
                 self.events.instant("grading_slow", **graders)
-        steps = {name: policy.state.step for name, policy in self.life.policies.items() if policy.trained}
+        steps = {name: policy.state.step for name, policy in self.life.trained.items()}
         snapshot = self.life.report.snapshot(steps=steps, now_s=now_s, ended=ended, graders=graders)
         self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))

@@ -236,7 +236,7 @@ class AgentRun:
             self.withdraw()
             raise
         why = "" if error is None else error.error
-        rewards = {role: float(reward) for role, reward in verdict.rewards.items()}
+        rewards = tuple((role, float(reward)) for role, reward in verdict.rewards.items())
         return replace(runs.sampler.close(self.id, verdict.reward, why, rewards), scores=verdict.scores), error
 
     async def _verdict(self) -> tuple[Feedback, EnvFailed | None]:

@@ -210,11 +210,10 @@ class DispatchSampler:
             segment.received = []
 
     def close(
-        self, session: str, reward: float | None, error: str = "", rewards: Mapping[str, float] | None = None
+        self, session: str, reward: float | None, error: str = "", rewards: tuple[tuple[str, float], ...] = ()
     ) -> Response:
         """Close a session that has no turn in progress, and return its response. `error`: why it has no reward.
         `rewards`: by role."""
-        named = tuple((rewards or {}).items())
         s = self._sessions.pop(session)
         for segment in s.used:
             if segment.opened:
@@ -222,8 +221,9 @@ class DispatchSampler:
         self._withdraw(s.of_caller(None))
         if self._dispatch.journal is not None:
             lengths = tuple((segment.number, segment.used) for segment in s.used if segment.used)
-            self._dispatch.journal.write_grade(session, reward, None, error, lengths, rewards=named)
-        return joined(session, s.used, reward, named)
+            graded = TurnGraded(id=session, reward=reward, error=error, segments=lengths, rewards=rewards)
+            self._dispatch.journal.write_grade(graded)
+        return joined(session, s.used, reward, rewards)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""

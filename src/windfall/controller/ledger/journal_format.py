@@ -67,9 +67,9 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     """The environment answered a turn with a reward or an observation, or it failed (`error`)."""
 
     id: str
-    reward: float | None
-    observation: str | None
-    error: str
+    reward: float | None = None
+    observation: str | None = None
+    error: str = ""
     segments: tuple[tuple[int, int], ...] = ()
     """For the response of an agent, whose session has ended: the numbers of its segments, and how many tokens each has
     after its prompt. Segments of the journal that are not named here are not part of the response."""

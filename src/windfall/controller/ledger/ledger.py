@@ -73,6 +73,8 @@ class Acceptance:
 
     tokens: int = 0
     """Number of accepted tokens."""
+    tokens_of: Counter[str] = field(default_factory=Counter)
+    """The same by policy, for policies with a name."""
     ended_turns: list[str] = field(default_factory=list)
     """Ids of the responses whose turn ended."""
     dropped: list[int] = field(default_factory=list)
@@ -255,6 +257,8 @@ class Ledger:
         self.counts.accepted += len(tokens)
         self._context[worker] = self.context(worker) + len(tokens)
         accepted = Acceptance(tokens=len(tokens), rows=list(range(len(entries))))
+        for entry, count in zip(entries, frame.counts or repeat(1), strict=False) if frame.versions else ():
+            accepted.tokens_of[entry.policy] += count
         for row in sorted(frame.finished):
             self._end_turn(entries[row], frame.finished[row])
             accepted.ended_turns.append(entries[row].episode.id)
@@ -305,6 +309,8 @@ class Ledger:
             episode.logprobs.extend(logprobs[at + skip : at + count])
             self._context[worker] += count - skip
             accepted.tokens += count - skip
+            if frame.versions:
+                accepted.tokens_of[entry.policy] += count - skip  # type: ignore[union-attr]
             at += count
             accepted.rows.append(row)
             if row in finished:
@@ -371,11 +377,6 @@ class Ledger:
         self._end_assignment(entry, "finished")
         entry.state = "turn"
         entry.episode.finish = finish
-
-    def policies_of(self, worker: str, frame: Tokens) -> list[str]:
-        """The policy of each row; "" for a response that the worker does not have."""
-        held = self._by_worker.get(worker, {})
-        return [held[handle].policy if handle in held else "" for handle in frame.handles]
 
     def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
         self._record_version(entry)

@@ -147,6 +147,7 @@ class ControllerLife:
         for name, policy in self.policies.items():
             model = json.loads(policy.hello.engine.model_config)
             rollout.contexts[name] = model.get("max_position_embeddings")
+            self.dispatch.ledger.vocabularies[name] = model.get("vocab_size", UNLIMITED)
         if self.on_rollout is not None:
             await self.unless_stopped(self.on_rollout(rollout))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
@@ -226,13 +227,6 @@ class ControllerLife:
         """What the journal has of a policy: the tasks of each trained step, and the oldest version of each task."""
         trained = {step: tasks for (name, step), tasks in self._trained.items() if name == policy}
         return trained, {task: version for (name, task), version in self._oldest.items() if name == policy}
-
-    def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
-        """The run continues with the trainer that is connected. `model`: the configuration of its model."""
-        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", UNLIMITED)
-        if self.rollout is not None:
-            self.rollout.contexts[policy.name] = model.get("max_position_embeddings")
-        self.on_trainer(policy.hello)
 
     def rotate_journal(self, policy: RunPolicy) -> None:
         """A checkpoint of the policy is on disk."""

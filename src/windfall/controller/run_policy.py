@@ -10,7 +10,6 @@ Policies advance at their own pace. If a trainer is lost, only its policy waits 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -169,7 +168,7 @@ class RunPolicy:
         pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
         ranks = {"rank_pids": pids} if pids else {}
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
-        self._life.connected(self, json.loads(hello.engine.model_config))
+        self._life.on_trainer(hello)
         self._offer(Offer(version=hello.version, digest=hello.digest))
         return hello
 

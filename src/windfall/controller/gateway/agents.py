@@ -147,13 +147,7 @@ class AgentStream(Stream):
         grade = partial(self._rollout.grader.grade, id, group.index, group.task, counted=self._counted)
         slots = self._runs.training_slots if self._counted else self._runs.evaluation_slots
         agent = AgentRun(
-            runs=self._runs,
-            id=id,
-            index=group.index,
-            task=group.task,
-            slots=slots,
-            limits=self._limits,
-            grade=grade,
+            runs=self._runs, id=id, index=group.index, task=group.task, slots=slots, limits=self._limits, grade=grade
         )
         self._live[id] = (agent, group)
         self._tasks[id] = self._in_background(self._run_agent(agent))

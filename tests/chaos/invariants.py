@@ -155,7 +155,7 @@ class Invariants:
         if life is not self._life:
             self._start_controller(life)
         ledger = life.dispatch.ledger
-        if self._reopened is None and life.generation is not None and life.generation.running:
+        if self._reopened is None and life.generation is not None and life.generation._stream is not None:
             self._reopened = len(_open_tasks(life.generation.gate))
         c = ledger.counts
         counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), ledger.queued)

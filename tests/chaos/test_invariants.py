@@ -496,7 +496,7 @@ def tokens_are_not_billed_by_policy(patch: Patch) -> None:
 
 @breaks("bill", seed=1, policies=2)
 def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
-    patch.setattr(ControllerLife, "_base_of", lambda self, policy: policy)
+    patch.setattr(ControllerLife, "base_of", lambda self, policy: policy)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -23,6 +23,7 @@ from windfall import errors
 from windfall import run_folder as folders
 from windfall.controller import process as controller
 from windfall.controller.fleet_report import read_history
+from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.process import ControllerProcess
 from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.members import WorkerState
@@ -199,7 +200,7 @@ def test_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     def fill(it: ControllerProcess) -> None:
         it.journal.open(0)
         it.journal._file = FullDisk()
-        it.journal.write_grade("1/0", 1.0, None, "")
+        it.journal.write_grade(TurnGraded(id="1/0", reward=1.0))
         it.dispatch._schedule_soon()
 
     with pytest.raises(WindfallError, match="cannot write the journal: No space left on device") as caught:
@@ -244,7 +245,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
     auth.make_token(tmp_path / "token")
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"), policy="",
+        engine=SimpleNamespace(model_config="{}"), policy="", replay=(), selection=(),
     )  # fmt: skip
 
     async def main() -> None:
@@ -323,7 +324,7 @@ def test_steps_missing_from_the_log_are_reported_once(
         log.scalar("step", step=step)
     hello: Any = SimpleNamespace(
         step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
-        engine=SimpleNamespace(model_config="{}"), policy="",
+        engine=SimpleNamespace(model_config="{}"), policy="", replay=(), selection=(),
     )  # fmt: skip
 
     async def main() -> None:

@@ -67,7 +67,7 @@ def test_a_worker_reads_from_another_one(tmp_path: Path, monkeypatch: pytest.Mon
 def holders(site: Site, digest: str) -> dict[str, Any]:
     member = site.dispatch.members.all.get("a")
     loaded = member is not None and member.state is not WorkerState.GONE
-    return site.dispatch.weights.directory._files[digest].held if loaded else {}
+    return site.dispatch.weights.directories[""]._files[digest].held if loaded else {}
 
 
 def many_holes(seed: int, change: str) -> HeldFile:

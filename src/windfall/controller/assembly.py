@@ -32,8 +32,6 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_damage import JournalDamage
 from windfall.controller.ledger.journal_format import JournalContents, end_of, oldest_versions
 from windfall.controller.ledger.ledger import UNLIMITED
-from windfall.controller.loop import Loop
-from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stopped
@@ -104,6 +102,7 @@ class ControllerLife:
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
         self.policies = {name: RunPolicy(name, recipe.of(name), self, local_time()) for name in recipe.names()}
+        self.trained = {name: policy for name, policy in self.policies.items() if policy.trained}
         self.lead = self.policies[recipe.names()[0]]
         for name, policy in self.policies.items():
             policy.evaluated, policy.last_logged = history.evaluated.get(name, set()), history.steps.get(name, 0)
@@ -123,9 +122,9 @@ class ControllerLife:
         self._trainers = count(1)
         self._billed: dict[Any, tuple[str, int]] = {}
         """By trainer process: the id of its account, and its open links."""
-        self._trained: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._oldest: dict[str, dict[int, int]] = {}
-        """Of the journal, by policy: the tasks of each trained step, and the oldest version of each task."""
+        self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._oldest: dict[tuple[str, int], int] = {}
+        """Of the journal: the tasks of each trained step of a policy, and the oldest version of each task."""
         self._journal_end = 0
         """The first task that the journal had no token of when it was last read."""
         self._count_agents: Callable[[], dict[str, Any]] = dict
@@ -148,15 +147,15 @@ class ControllerLife:
         for name, policy in self.policies.items():
             model = json.loads(policy.hello.engine.model_config)
             rollout.contexts[name] = model.get("max_position_embeddings")
+            self.dispatch.ledger.vocabularies[name] = model.get("vocab_size", UNLIMITED)
         if self.on_rollout is not None:
             await self.unless_stopped(self.on_rollout(rollout))
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
         self._count_agents = counters or dict
-        trained = {name: policy for name, policy in self.policies.items() if policy.trained}
-        gate = TaskGate({name: make_admission(policy.recipe) for name, policy in trained.items()})
+        gate = TaskGate({name: make_admission(policy.recipe) for name, policy in self.trained.items()})
         generation = self.generation = Generation(rollout, gate, recipe.rollout.group_size)
         generation.reload = self._reload
-        for policy in trained.values():
+        for policy in self.trained.values():
             policy.assemble(generation)
         try:
             return await self._run()
@@ -171,9 +170,9 @@ class ControllerLife:
         tasks = {asyncio.create_task(policy.run()): policy for policy in self.policies.values()}
         training = [task for task, policy in tasks.items() if policy.trained]
         try:
-            while running := {task for task in training if not task.done()}:
-                others = {task for task in tasks if task not in training}
-                done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
+            while not all(task.done() for task in training):
+                running = [task for task in tasks if not task.done()]
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             return min((task.result() for task in training), key=lambda state: state.step)
@@ -181,20 +180,6 @@ class ControllerLife:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    # The lead's, for one policy.
-
-    @property
-    def trainer(self) -> RemoteTrainer:
-        return self.lead.trainer
-
-    @property
-    def loop(self) -> Loop | None:
-        return self.lead.loop
-
-    @property
-    def state(self) -> CheckpointState:
-        return self.lead.state
 
     async def log_activities(self) -> None:
         """Log what workers do, forever."""
@@ -221,8 +206,7 @@ class ControllerLife:
         journal, rollout = self.journal, self.rollout
         if journal is None or rollout is None:
             return
-        trained = [policy for policy in self.policies.values() if policy.trained]
-        states = [policy.recovery_state for policy in trained]
+        states = [policy.recovery_state for policy in self.trained.values()]
         number, lowest = sum(s.step for s in states), _lowest_task(states)
         journal.flush()
         # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
@@ -230,31 +214,23 @@ class ControllerLife:
         self._journal_damage.report_journal(found, step=self.lead.hello.step)
         if not journal.is_open or found.damage is not None:
             journal.open(number, found)
-        self._trained = {}
-        for (name, step), tasks in found.trained.items():
-            self._trained.setdefault(name, {})[step] = tasks
-        self._oldest, self._journal_end = oldest_versions(found.history), end_of(found.history)
+        self._trained, self._oldest = found.trained, oldest_versions(found.history)
+        self._journal_end = end_of(found.history)
         rollout.history = {
             id: past
             for id, past in found.history.items()
-            if ":" not in id or any(policy.restores(id.rpartition(":")[0]) for policy in trained)
+            if ":" not in id or any(policy.restores(id.rpartition(":")[0]) for policy in self.trained.values())
         }
         self.events.instant("journal", file=journal.file)
 
     def restored_of(self, policy: str) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
         """What the journal has of a policy: the tasks of each trained step, and the oldest version of each task."""
-        return self._trained.get(policy, {}), self._oldest.get(policy, {})
-
-    def connected(self, policy: RunPolicy, model: dict[str, Any]) -> None:
-        """The run continues with the trainer that is connected. `model`: the configuration of its model."""
-        self.dispatch.ledger.vocabularies[policy.name] = model.get("vocab_size", UNLIMITED)
-        if self.rollout is not None:
-            self.rollout.contexts[policy.name] = model.get("max_position_embeddings")
-        self.on_trainer(policy.hello)
+        trained = {step: tasks for (name, step), tasks in self._trained.items() if name == policy}
+        return trained, {task: version for (name, task), version in self._oldest.items() if name == policy}
 
     def rotate_journal(self, policy: RunPolicy) -> None:
         """A checkpoint of the policy is on disk."""
-        journal, trained = self.journal, [p for p in self.policies.values() if p.trained]
+        journal, trained = self.journal, self.trained.values()
         if journal is None or self.generation is None or not self._journal_damage.saved(policy.state.step, policy.name):
             return
         entries = [e for e in self.dispatch.ledger.entries.values() if e.state == "running"]
@@ -283,7 +259,7 @@ class ControllerLife:
             yield
             return
         accounts, loop = self.dispatch.accounts, asyncio.get_running_loop()
-        base = self._base_of(hello.policy)
+        base = self.base_of(hello.policy)
         device, now = str(hello.facts.get("machine", "")), loop.time()
         process = base, device, hello.facts.get("pid")
         id, links = self._billed.get(process, ("", 0))
@@ -329,7 +305,7 @@ class ControllerLife:
         now_s, done = asyncio.get_running_loop().time(), policy.state.step >= self.recipe.run.steps
         return {**self.report.counters(last, now_s, staleness, policy.name, done=done), **self._count_agents()}
 
-    def _base_of(self, policy: str) -> str:
+    def base_of(self, policy: str) -> str:
         return next(base for base, names in self._bases.items() if policy in names)
 
     async def tick(self) -> None:

@@ -252,10 +252,6 @@ class Generation:
         self._loaded = False
         self._pausing = asyncio.Lock()
 
-    @property
-    def running(self) -> bool:
-        return self._stream is not None
-
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Stop the stream, and start it again, with the journal's history, once every policy has been restored."""

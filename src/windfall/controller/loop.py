@@ -138,14 +138,13 @@ class Loop:
     async def _step(self) -> None:
         groups, rollout, pace = self.groups, self.groups.rollout, self.groups.pace
         step, before, started = self.state.step + 1, self.state, now_s()
-        failures = rollout.failures.totals.copy()
         pace.begin(step)
         groups.begin_step()
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect()
             span["tokens"] = rollout.sampled_tokens
             if not batch.rewards:
-                raise rollout.failures.no_rewards(f"step {step}", failures)
+                raise rollout.failures.no_rewards(f"step {step}", len(batch.scores))
         pace.generated()
         training = now_s()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:

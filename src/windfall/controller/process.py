@@ -114,7 +114,7 @@ class ControllerProcess:
             recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]
         )
         self._last_snapshot: dict[str, Any] | None = None
-        self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
+        self.dispatch, self.trainer = self.life.dispatch, self.life.lead.trainer
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
@@ -143,8 +143,8 @@ class ControllerProcess:
                 *(observer.run(lambda: self._last_snapshot) for observer in self.observers),
             )  # fmt: skip
         except Stopped:  # before there was anything to save
-            self.events.instant("stopped", step=self.life.state.step)
-            self._end = {"step": self.life.state.step, "finished": False}
+            self.events.instant("stopped", step=self.life.lead.state.step)
+            self._end = {"step": self.life.lead.state.step, "finished": False}
         finally:
             await self._drain_workers()
             self.life.log_activity(asyncio.get_running_loop().time())
@@ -198,8 +198,7 @@ class ControllerProcess:
 
     def _set_terms(self, hello: m.TrainerHello) -> None:
         """No worker joins before the trainers of all bases have connected: all of them would get the first one."""
-        f, bases = self.recipe.fleet, self.recipe.bases()
-        base = next(base for base, policies in bases.items() if hello.policy in policies)
+        f, bases, base = self.recipe.fleet, self.recipe.bases(), self.life.base_of(hello.policy)
         self._terms[base] = Terms(
             model=hello.model,
             engine=self.life.engine_spec(hello),
@@ -214,9 +213,8 @@ class ControllerProcess:
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
         await self.life.attend_trainer(link, hello)
         await asyncio.sleep(TRAINER_HEARTBEAT_S)
-        bases = [base for base, names in self.recipe.bases().items() if hello.policy in names]
-        held = any(folders.held(self.folder, folders.trainer_role(base)) for base in bases)
-        if held and self.life.policies[hello.policy].trainer.hello is None:
+        lock = folders.trainer_role(self.life.base_of(hello.policy))
+        if self.life.policies[hello.policy].trainer.hello is None and folders.held(self.folder, lock):
             # Its process holds the lock but does not reconnect: it is frozen. The controller does not kill it, because
             # a pid that came over a link cannot be trusted. The supervisor knows what it has started, and restarts it.
             pid = int(hello.facts["pid"])
@@ -299,7 +297,7 @@ class ControllerProcess:
             graders = rollout.grading.snapshot(now_s)
             if ended is None and rollout.grading.slow_s(now_s) is not None:
                 self.events.instant("grading_slow", **graders)
-        steps = {name: policy.state.step for name, policy in self.life.policies.items() if policy.trained}
+        steps = {name: policy.state.step for name, policy in self.life.trained.items()}
         snapshot = self.life.report.snapshot(steps=steps, now_s=now_s, ended=ended, graders=graders)
         self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))

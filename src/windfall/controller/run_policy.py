@@ -10,7 +10,6 @@ Policies advance at their own pace. If a trainer is lost, only its policy waits 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,8 +44,8 @@ class RunPolicy:
     def __init__(self, name: str, recipe: Recipe, life: ControllerLife, local_time: LocalTimePolicy) -> None:
         """`recipe`: as the policy sees it."""
         self.name, self.recipe, self._life = name, recipe, life
+        self.trained = life.recipe.is_trained(name)
         own = life.recipe.policies.get(name)
-        self.trained = own is None or own.trained
         self._copy_of, self._every = (own.copy_of, own.every) if own is not None else ("", 0)
         self.events = life.events.bind(policy=name) if name else life.events
         self.trainer = RemoteTrainer(life.dispatch.weights, name)
@@ -169,7 +168,7 @@ class RunPolicy:
         pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
         ranks = {"rank_pids": pids} if pids else {}
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
-        self._life.connected(self, json.loads(hello.engine.model_config))
+        self._life.on_trainer(hello)
         self._offer(Offer(version=hello.version, digest=hello.digest))
         return hello
 

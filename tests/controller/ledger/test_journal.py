@@ -82,12 +82,12 @@ def story(journal: Journal) -> None:
     journal.write_assigned({1: "1/0", 2: "1/1"})
     journal.write_tokens(frame((1, 0, [5]), (2, 0, [6])))
     journal.write_tokens(frame((1, 1, [7, 8]), (2, 1, [9, 3]), finished={1: "stop"}))
-    journal.write_grade("1/1", None, "go on", "")
+    journal.write_grade(TurnGraded(id="1/1", observation="go on"))
     journal.write_assigned({3: "1/0", 4: "1/1"})
     journal.write_tokens(frame((3, 3, [4]), version=2, finished={0: "length"}))
     journal.write_tokens(frame((4, 5, [2, 3]), version=2, finished={0: "stop"}))
-    journal.write_grade("1/0", 0.5, None, "")
-    journal.write_grade("1/1", None, None, "timed out")
+    journal.write_grade(TurnGraded(id="1/0", reward=0.5))
+    journal.write_grade(TurnGraded(id="1/1", error="timed out"))
 
 
 STORY = {
@@ -126,7 +126,8 @@ def test_records_from_before_policies_had_names_are_read(tmp_path: Path) -> None
 def test_flushed_records_outlive_kill_9(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from windfall.controller.ledger.journal import Journal\n"
-        "j = Journal(Path(sys.argv[1]), 's'); j.open(0); j.write_grade('1/0', 1.0, None, ''); j.flush()\n"
+        "from windfall.controller.ledger.journal_format import TurnGraded\n"
+        "j = Journal(Path(sys.argv[1]), 's'); j.open(0); j.write_grade(TurnGraded(id='1/0', reward=1.0)); j.flush()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], timeout=60, check=False)
@@ -315,7 +316,7 @@ def test_long_journal_needs_little_memory(tmp_path: Path) -> None:
 
 def test_writing_to_a_closed_journal_raises(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not open"):
-        Journal(tmp_path / "j", "s").write_grade("1/0", 1.0, None, "")
+        Journal(tmp_path / "j", "s").write_grade(TurnGraded(id="1/0", reward=1.0))
 
 
 def restore(past: History, ids: list[str]) -> dict[str, Episode]:
@@ -457,7 +458,7 @@ def test_rows_become_runs_in_the_order_they_were_written(tmp_path: Path) -> None
         journal.write_tokens(frame(*rows, version=version, finished=finished))
         for n in finished:
             for _ in range(rng.randint(0, 2)):
-                journal.write_grade(list(have)[n], 0.5, None, "")
+                journal.write_grade(TurnGraded(id=list(have)[n], reward=0.5))
                 expected[list(have)[n]].append("graded")
     journal.close()
     result = read(tmp_path / "j")
@@ -478,19 +479,19 @@ def test_full_disk_fails_every_later_write_and_keeps_what_was_flushed(tmp_path: 
     journal, results = Journal(tmp_path / "j", "s"), []
     journal.failed = results.append
     journal.open(0)
-    journal.write_grade("1/0", 1.0, None, "")
+    journal.write_grade(TurnGraded(id="1/0", reward=1.0))
     journal.flush()
     file, journal._file = journal._file, FullDisk()
     assert file is not None
     file.close()
-    journal.write_grade("1/1", 1.0, None, "")
+    journal.write_grade(TurnGraded(id="1/1", reward=1.0))
     with pytest.raises(WindfallError, match="No space left on device") as caught:
         journal.flush()
     assert caught.value.where == str(tmp_path / "j" / "000000.wal")
     journal._file = io.BytesIO()  # there is room again, but a record is missing
     for again in (
         journal.flush,
-        lambda: journal.write_grade("1/2", 1.0, None, ""),
+        lambda: journal.write_grade(TurnGraded(id="1/2", reward=1.0)),
         lambda: journal.rotate(1, {}, {}, next_task=0, lowest=0),
     ):
         with pytest.raises(WindfallError):

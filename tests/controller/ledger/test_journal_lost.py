@@ -12,7 +12,7 @@ from tests.support.hostile.checkpoints import JOURNALS, add_strays, flip
 from windfall.controller.ledger import journal_format
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_damage import JournalDamage
-from windfall.controller.ledger.journal_format import JournalContents, TokenRun, read_records
+from windfall.controller.ledger.journal_format import JournalContents, TokenRun, TurnGraded, read_records
 from windfall.events.log import EventLog
 from windfall.link.messages import Tokens
 
@@ -39,7 +39,7 @@ def write(folder: Path, step: int = 10, first_task: int = 50) -> Path:
         for position in range(ROUNDS):
             journal.write_tokens(frame(*((h, position) for h in handles)))
         for id in handles.values():
-            journal.write_grade(id, 1.0, None, "")
+            journal.write_grade(TurnGraded(id=id, reward=1.0))
     journal.close()
     return folder / f"{step:06d}.wal"
 

@@ -127,7 +127,7 @@ def test_rows_of_one_frame_belong_to_the_versions_of_their_policies(tmp_path: Pa
     journal.close()
     found = journal.read(0)
     assert runs(journal, 0) == {"7/0": [(0, [4, 5], 3)], "7/0+1": [(0, [6], 5)]}
-    assert oldest_versions(found.history) == {"solver": {7: 3}, "verifier": {7: 5}}
+    assert oldest_versions(found.history) == {("solver", 7): 3, ("verifier", 7): 5}
     assert found.trained == {("solver", 4): (7,)}
 
 

@@ -147,7 +147,6 @@ class Saving:
     """The tasks of every step that was trained, also of those that the trainer has lost."""
     on_disk: CheckpointState | None = None
     """The checkpoint, if the current controller has seen it."""
-    trained: bool = True
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -227,7 +226,7 @@ class JournalMachine(RuleBasedStateMachine):
         episodes = {handle: SimpleNamespace(id=id, policy=POLICIES["+" in id]) for id, handle in self.running.items()}
         entries = {e.id: SimpleNamespace(state="running", handle=h, episode=e) for h, e in episodes.items()}
         life: Any = SimpleNamespace(
-            journal=self.journal, policies=self.policies, _journal_end=self.journal_end,
+            journal=self.journal, trained=self.policies, _journal_end=self.journal_end,
             generation=SimpleNamespace(
                 rollout=SimpleNamespace(streams=[]), gate=SimpleNamespace(next_task=self.opened)
             ),

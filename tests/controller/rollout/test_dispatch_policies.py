@@ -439,34 +439,3 @@ def test_the_base_of_two_adapters_is_read_once(tmp_path: Path) -> None:
         assert [len(each.files) for each in b.loads] == [2, 2], "a new worker may begin with either"
 
     play(tmp_path, scene, published=())
-
-
-def test_a_policy_that_is_added_later_reaches_workers_with_a_free_slot(tmp_path: Path) -> None:
-    async def scene(run: Run) -> None:
-        for n, policy in enumerate(BASES["solver"]):
-            publish_adapter(run, policy, 90 + n)
-        a, full = await run.join("a", base="solver"), await run.join("full", base="solver", adapters=2)
-        other, boots = await run.join("other", base="judge"), await run.join("boots", base="solver")
-        for worker in (a, full, other):
-            await worker.load()
-        run.open("solver", "0/0")
-        await run.settle()
-        run.dispatch.add_policy(PolicyVersions("critic", "solver", 1))
-        publish_adapter(run, "critic", 95)
-        await run.settle()
-        assert [[each.policy for each in w.loads] for w in (a, full, other)] == [["critic"], [], []]
-        assert [each.file.digest for each in a.loads[0].files] == ["critic1"], "it has the base"
-        assert "critic" in [each.policy for each in boots.loads], "its engine may have a slot"
-        run.open("critic", "0/0+1", "1/0+1")
-        await a.load()
-        await run.settle()
-        assert [policy for policy, _ in a.work.values() if policy == "critic"], "it goes on meanwhile"
-        boots.engine = Capabilities(name="scripted", adapters=2)
-        await boots.load("verifier")
-        await boots.load("critic")
-        await run.settle()
-        assert run.dispatch.members.all["boots"].held.keys() == {"verifier", "critic"}, "it has no room for a third"
-        again = await run.join("full", held=full.held, engine=full.engine)
-        assert {each.policy for each in again.loads} == {"solver", "verifier"}, "it keeps what it has"
-
-    play(tmp_path, scene, published=["judge"])

@@ -163,7 +163,7 @@ def test_role_that_no_policy_has_makes_the_reward_missing(tmp_path: Path) -> Non
     response, rollout = feedback_of(tmp_path, Feedback(observation="?", role="verifier"))
     assert (response.reward, len(response.segments), rollout.failures.missing) == (None, 1, 1)
     (event,) = missing_events(tmp_path)
-    assert "asked for the role 'verifier', and no policy has this name" in event["error"]
+    assert "no policy speaks in the role 'verifier'" in event["error"]
 
 
 def test_first_observation_counts_toward_the_limit_of_its_conversation(tmp_path: Path) -> None:

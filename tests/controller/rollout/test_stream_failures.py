@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def test_repeats_of_a_cause_are_logged_rarely(tmp_path: Path, capfd: pytest.Capt
     ]  # fmt: skip
     assert [e["count"] for e in events if "traceback" in e] == [1]  # feedback without a reward has none
     assert capfd.readouterr().err.count("Traceback") == 1
-    said = str(rollout.failures.no_rewards("step 1", Counter()))
+    said = str(rollout.failures.no_rewards("step 1", 60))
     assert "environment Asks: no response of step 1 got a reward; 60 are missing" in said
     assert "(30 times in all)" in said
 

@@ -97,7 +97,7 @@ def play(folder: Path, part: Callable[[Fleet], Awaitable[None]]) -> Fleet:
         fleet = Fleet(folder)
         async with asyncio.timeout(30):
             await part(fleet)
-        check(fleet.dispatch.weights.directory)
+        check(fleet.dispatch.weights.directories[""])
         return fleet
 
     return loops.run(lambda _: scenario())
@@ -251,7 +251,7 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         fleet.offer(1)
         worker = Worker(fleet, "a")
         await worker.load()
-        fleet.dispatch.weights.directory._damaged.append("c1")
+        fleet.dispatch.weights.directories[""]._damaged.append("c1")
         await worker.link.send(m.AskRoute(file="c1"))
         assert await theirs.receive() == m.UploadAgain(files=("c1",))
         publishing = asyncio.create_task(trainer.publish(id="p"))
@@ -262,7 +262,7 @@ def test_the_trainer_keeps_what_workers_may_read_and_says_what_it_uploaded(tmp_p
         assert trainer.weights == published(2)
         await theirs.close()
         await serving
-        fleet.dispatch.weights.directory._files["c1"].damaged = True
+        fleet.dispatch.weights.directories[""]._files["c1"].damaged = True
         ours, theirs = pair()
         serving = asyncio.create_task(trainer.attend(ours, hello))
         assert await theirs.receive() == m.UploadAgain(files=("c1",))

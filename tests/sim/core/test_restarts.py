@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.restarts import RestartingSimulation, abandon_journal
 from windfall.controller.ledger.journal import Journal
+from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.events.log import EventLog, read
 from windfall.sim.core.draws import uniform
 
@@ -123,11 +124,11 @@ def test_trainer_cut_off_between_two_updates_restarts(restarting: Simulated) -> 
 def test_unflushed_journal_of_a_killed_controller_is_lost(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "settings")
     journal.open(0)
-    journal.write_grade("1/0", 1.0, None, "")
+    journal.write_grade(TurnGraded(id="1/0", reward=1.0))
     journal.flush()
-    journal.write_grade("1/1", 1.0, None, "")
+    journal.write_grade(TurnGraded(id="1/1", reward=1.0))
     abandon_journal(journal)
-    journal.write_grade("1/2", 1.0, None, "")
+    journal.write_grade(TurnGraded(id="1/2", reward=1.0))
     journal.flush()
     journal.close()
     assert set(Journal(tmp_path, "settings").read(0).history) == {"1/0"}

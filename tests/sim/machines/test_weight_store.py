@@ -28,7 +28,7 @@ def run(simulated: Simulated, disturb: Disturb | None = None, *, peers: str = "a
         disturb, trace={"nodes": 0}, fleet={"workers": 6, "heartbeat_s": 0.3}, sim={**SIM, **sim},
         weights={"region": "a", "peers": peers},
     )  # fmt: skip
-    check(done.dispatch.weights.directory)
+    check(done.dispatch.weights.directories[""])
     return log, [e for e in log if e["name"] == "weights" and e["all_s"] is not None]
 
 
@@ -63,7 +63,7 @@ def test_others_go_on_when_an_importer_fails(simulated: Simulated, fault: Any) -
     failed: list[str] = []
 
     def strike(s: Simulation) -> None:
-        directory = s.dispatch.weights.directory
+        directory = s.dispatch.weights.directories[""]
         reading = directory._files[directory.newest].readings
         failed.extend(id for id, one in reading.items() if one.importing)
         if not failed:

@@ -95,9 +95,6 @@ class Directory:
     def knows(self, id: str) -> bool:
         return id in self._contacts.holders
 
-    def holder(self, id: str) -> WeightHolder | None:
-        return self._contacts.holders.get(id)
-
     def join(self, holder: WeightHolder, holds: Sequence[m.Holding] = ()) -> None:
         self.leave(holder.id)
         self._contacts.holders[holder.id] = holder

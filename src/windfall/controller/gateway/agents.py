@@ -147,13 +147,7 @@ class AgentStream(Stream):
         grade = partial(self._rollout.grader.grade, id, group.index, group.task, counted=self._counted)
         slots = self._runs.training_slots if self._counted else self._runs.evaluation_slots
         agent = AgentRun(
-            runs=self._runs,
-            id=id,
-            index=group.index,
-            task=group.task,
-            slots=slots,
-            limits=self._limits,
-            grade=grade,
+            runs=self._runs, id=id, index=group.index, task=group.task, slots=slots, limits=self._limits, grade=grade
         )
         self._live[id] = (agent, group)
         self._tasks[id] = self._in_background(self._run_agent(agent))
@@ -236,7 +230,7 @@ class AgentRun:
             self.withdraw()
             raise
         why = "" if error is None else error.error
-        rewards = {role: float(reward) for role, reward in verdict.rewards.items()}
+        rewards = tuple((role, float(reward)) for role, reward in verdict.rewards.items())
         return replace(runs.sampler.close(self.id, verdict.reward, why, rewards), scores=verdict.scores), error
 
     async def _verdict(self) -> tuple[Feedback, EnvFailed | None]:

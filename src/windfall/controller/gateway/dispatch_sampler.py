@@ -32,10 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windfall.controller.gateway.session import Progress, SampledTurn, TurnRequest
-from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed, smallest
 from windfall.controller.ledger.journal_format import History, Prompted, TokenRun, TurnCut, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.rollout.stream import oldest_versions
 from windfall.errors import WindfallError
 from windfall.types import Finish, Response, Sampling, policy_of
 
@@ -211,11 +210,10 @@ class DispatchSampler:
             segment.received = []
 
     def close(
-        self, session: str, reward: float | None, error: str = "", rewards: Mapping[str, float] | None = None
+        self, session: str, reward: float | None, error: str = "", rewards: tuple[tuple[str, float], ...] = ()
     ) -> Response:
         """Close a session that has no turn in progress, and return its response. `error`: why it has no reward.
         `rewards`: by role."""
-        named = tuple((rewards or {}).items())
         s = self._sessions.pop(session)
         for segment in s.used:
             if segment.opened:
@@ -223,8 +221,9 @@ class DispatchSampler:
         self._withdraw(s.of_caller(None))
         if self._dispatch.journal is not None:
             lengths = tuple((segment.number, segment.used) for segment in s.used if segment.used)
-            self._dispatch.journal.write_grade(session, reward, None, error, lengths, rewards=named)
-        return joined(session, s.used, reward, named)
+            graded = TurnGraded(id=session, reward=reward, error=error, segments=lengths, rewards=rewards)
+            self._dispatch.journal.write_grade(graded)
+        return joined(session, s.used, reward, rewards)
 
     def withdraw(self, session: str) -> None:
         """Close a session that the run no longer needs."""
@@ -244,7 +243,7 @@ class DispatchSampler:
             if s.opened:
                 found.append((policy, self._dispatch.ledger.oldest_version(s.episode.id)))
             found += [(policy, version) for version, _ in s.episode.version_runs if version >= 0]
-        return oldest_versions(found)
+        return smallest(found)
 
     def sampled(self, session: str) -> int:
         """Number of sampled tokens that the agent has received so far."""

@@ -23,6 +23,7 @@ import xxhash
 from windfall.link.messages import Tokens
 from windfall.types import Finish, Response, Sampling, policy_of
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -175,6 +176,19 @@ def segment_id(response: str, segment: int) -> str:
 def segment_seed(seed: int, segment: int) -> int:
     """The seed of a segment. The first one has the seed of its response."""
     return seed if segment == 0 else xxhash.xxh3_64_intdigest(f"{seed}/segment {segment}".encode())
+
+
+def smallest(found: Iterable[tuple[K, int | None]]) -> dict[K, int]:
+    """By key: the smallest of these numbers.
+
+    >>> smallest([("solver", 3), ("verifier", None), ("solver", 2)])
+    {'solver': 2}
+    """
+    out: dict[K, int] = {}
+    for key, number in found:
+        if number is not None:
+            out[key] = min(number, out.get(key, number))
+    return out
 
 
 def _extend(runs: list[tuple[T, int]], value: T, count: int) -> None:

@@ -92,22 +92,8 @@ class Journal:
         """Write an accepted frame; `rows`: only these rows of it were accepted."""
         self._write(records.Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
 
-    def write_grade(
-        self,
-        id: str,
-        reward: float | None,
-        observation: str | None,
-        error: str,
-        segments: tuple[tuple[int, int], ...] = (),
-        role: str = "",
-        rewards: tuple[tuple[str, float], ...] = (),
-    ) -> None:
-        self._write(
-            records.TurnGraded(
-                id=id, reward=reward, observation=observation, error=error, segments=segments, role=role,
-                rewards=rewards,
-            )
-        )  # fmt: skip
+    def write_grade(self, graded: records.TurnGraded) -> None:
+        self._write(graded)
 
     def write_prompt(self, id: str, position: int, tokens: Iterable[int], role: str = "") -> None:
         """Write the ids before a turn of a segment; `position` -1: they are its prompt."""

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from windfall.controller.ledger.episode import smallest
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
@@ -66,9 +67,9 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     """The environment answered a turn with a reward or an observation, or it failed (`error`)."""
 
     id: str
-    reward: float | None
-    observation: str | None
-    error: str
+    reward: float | None = None
+    observation: str | None = None
+    error: str = ""
     segments: tuple[tuple[int, int], ...] = ()
     """For the response of an agent, whose session has ended: the numbers of its segments, and how many tokens each has
     after its prompt. Segments of the journal that are not named here are not part of the response."""
@@ -219,15 +220,13 @@ def read_journal(folder: Path, settings: str, number: int, lowest: int = 0) -> J
     return replace(found, damage=damage)
 
 
-def oldest_versions(history: History) -> dict[str, dict[int, int]]:
+def oldest_versions(history: History) -> dict[tuple[str, int], int]:
     """By policy and training task: the oldest version among the policy's tokens in the journal."""
-    out: dict[str, dict[int, int]] = {}
-    for id, past in history.items():
-        for run in past if ":" not in id else ():
-            if isinstance(run, TokenRun):
-                versions, task = out.setdefault(run.policy, {}), int(id.partition("/")[0])
-                versions[task] = min(run.version, versions.get(task, run.version))
-    return out
+    runs = (
+        (run, int(id.partition("/")[0])) for id, past in history.items() if ":" not in id
+        for run in past if isinstance(run, TokenRun)
+    )  # fmt: skip
+    return smallest(((run.policy, task), run.version) for run, task in runs)
 
 
 def end_of(history: History) -> int:

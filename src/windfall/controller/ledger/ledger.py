@@ -73,6 +73,8 @@ class Acceptance:
 
     tokens: int = 0
     """Number of accepted tokens."""
+    tokens_of: Counter[str] = field(default_factory=Counter)
+    """The same by policy, for policies with a name."""
     ended_turns: list[str] = field(default_factory=list)
     """Ids of the responses whose turn ended."""
     dropped: list[int] = field(default_factory=list)
@@ -220,22 +222,21 @@ class Ledger:
             tokens, logprobs = columns(frame)
         except ValueError as e:
             raise Malformed(str(e)) from e
-        versions = frame.by_policy
-        vocabulary = min(self.vocabularies.get(policy, UNLIMITED) for policy in versions)
+        vocabulary = min(self.vocabularies.get(policy, UNLIMITED) for policy in frame.by_policy)
         if tokens and max(tokens) >= vocabulary:
             raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {vocabulary}")
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
             raise Malformed(f"invalid log-prob{self._owner_of_invalid(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
         row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
-        entries = _expected_entries(held, frame, versions)
+        entries = _expected_entries(held, frame)
         if entries is None:
-            _check_policies(held, frame, versions)
-            if self._follow_swap(held, frame, versions, loaded):
-                entries = _expected_entries(held, frame, versions)
+            _check_policies(held, frame)
+            if self._follow_swap(held, frame, loaded):
+                entries = _expected_entries(held, frame)
         if entries is None:
-            self._check_rows(held, frame, versions, tokens, row_ends)
-            return self._accept_rows(worker, frame, versions, tokens, logprobs)
+            self._check_rows(held, frame, tokens, row_ends)
+            return self._accept_rows(worker, frame, tokens, logprobs)
         # Nearly every frame takes this path, mostly with one token per response. Its speed limits how many tokens per
         # second a controller can accept.
         self._check_ends(entries, frame, tokens, row_ends)
@@ -256,22 +257,20 @@ class Ledger:
         self.counts.accepted += len(tokens)
         self._context[worker] = self.context(worker) + len(tokens)
         accepted = Acceptance(tokens=len(tokens), rows=list(range(len(entries))))
+        for entry, count in zip(entries, frame.counts or repeat(1), strict=False) if frame.versions else ():
+            accepted.tokens_of[entry.policy] += count
         for row in sorted(frame.finished):
             self._end_turn(entries[row], frame.finished[row])
             accepted.ended_turns.append(entries[row].episode.id)
         return accepted
 
-    def _follow_swap(
-        self, held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int], loaded: Mapping[str, int] | None
-    ) -> bool:
+    def _follow_swap(self, held: dict[int, LedgerEntry], frame: Tokens, loaded: Mapping[str, int] | None) -> bool:
         """The worker may have swapped in newer versions of the windows. If so, the next tokens of its responses have
         these versions. Returns whether anything has changed."""
         newer = {
-            policy: version for policy, version in versions.items()
+            policy: version for policy, version in frame.by_policy.items()
             if version in self._windows.get(policy, ()) and (loaded is None or loaded.get(policy) == version)
         }  # fmt: skip
-        if not newer:
-            return False
         behind = [e for h in frame.handles if (e := held.get(h)) and e.version < newer.get(e.policy, -1)]
         behind = [e for e in behind if e.episode.version is None]
         for entry in behind:
@@ -288,13 +287,11 @@ class Ledger:
         entry = self._by_worker.get(worker, {}).get(frame.handles[row])
         return f", in {entry.episode.id}" if entry else ""
 
-    def _accept_rows(
-        self, worker: str, frame: Tokens, versions: Mapping[str, int], tokens: array[int], logprobs: array[float]
-    ) -> Acceptance:
+    def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
         """Accept row by row, because some rows do not continue at the next position, or a response occurs twice."""
         held = self._by_worker.get(worker) or {}
         accepted, counts, at = Acceptance(), frame.counts, 0
-        finished, positions = frame.finished, frame.positions
+        versions, finished, positions = frame.by_policy, frame.finished, frame.positions
         for row, handle in enumerate(frame.handles):
             count = counts[row] if counts else 1
             entry = held.get(handle)
@@ -312,6 +309,8 @@ class Ledger:
             episode.logprobs.extend(logprobs[at + skip : at + count])
             self._context[worker] += count - skip
             accepted.tokens += count - skip
+            if frame.versions:
+                accepted.tokens_of[entry.policy] += count - skip  # type: ignore[union-attr]
             at += count
             accepted.rows.append(row)
             if row in finished:
@@ -332,11 +331,9 @@ class Ledger:
         for row in sorted(doubtful):
             check_end(entries[row].episode, frame, row, tokens, row_ends[row])
 
-    def _check_rows(
-        self, held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int], tokens: array[int],
-        row_ends: list[int],
-    ) -> None:  # fmt: skip
+    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
         """The same check for those rows whose response this worker holds."""
+        versions = frame.by_policy
         for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
             entry = held.get(handle)
             if entry is not None and entry.version == versions[entry.policy]:
@@ -380,11 +377,6 @@ class Ledger:
         self._end_assignment(entry, "finished")
         entry.state = "turn"
         entry.episode.finish = finish
-
-    def policies_of(self, worker: str, frame: Tokens) -> list[str]:
-        """The policy of each row; "" for a response that the worker does not have."""
-        held = self._by_worker.get(worker, {})
-        return [held[handle].policy if handle in held else "" for handle in frame.handles]
 
     def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
         self._record_version(entry)
@@ -524,26 +516,24 @@ class Ledger:
             assert e.state != "running" or in_window, f"{id}: assigned with version {e.version}, not in the window"
 
 
-def _expected_entries(
-    held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int]
-) -> list[LedgerEntry] | None:
+def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
     """The entries of the rows. None unless every row continues its response and no response is in the frame twice."""
     try:
         entries = [held[handle] for handle in frame.handles]
     except KeyError:
         return None
     usual = (
-        {(entry.policy, entry.version) for entry in entries} <= versions.items()
+        {(entry.policy, entry.version) for entry in entries} <= frame.by_policy.items()
         and tuple([len(entry.episode.tokens) for entry in entries]) == frame.positions
         and len(set(frame.handles)) == len(entries) > 0
     )
     return entries if usual else None
 
 
-def _check_policies(held: dict[int, LedgerEntry], frame: Tokens, versions: Mapping[str, int]) -> None:
+def _check_policies(held: dict[int, LedgerEntry], frame: Tokens) -> None:
     """Raise Malformed if the frame does not say the version of a policy whose tokens it has."""
     for handle in frame.handles:
-        if (entry := held.get(handle)) is not None and entry.policy not in versions:
+        if (entry := held.get(handle)) is not None and entry.policy not in frame.by_policy:
             raise Malformed(f"{entry.episode.id}: tokens of policy {entry.policy!r} without its version")
 
 

@@ -35,7 +35,7 @@ from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.borrowing import Borrowing
 from windfall.controller.scheduling.holding import BaseDemand, Holding
-from windfall.controller.scheduling.members import HeldPolicy, Member, Members, Patience, WorkerState
+from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
 from windfall.controller.scheduling.versions import Offer, PolicyVersions
@@ -123,8 +123,7 @@ class Dispatch:
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
         finish = on_new_weights == "finish"
-        named = dict(directories or {})
-        named = {each.name: named.get(each.name) or Directory(TrafficPrices()) for each in policies}
+        named = {each.name: (directories or {}).get(each.name) or Directory(TrafficPrices()) for each in policies}
         self.weights = WeightRoutes(named, self.accounts, events, self._send)
         self.loading = Loading(
             self.versions, self.members, self.weights, self.accounts, events, self._send, self.drain, finish=finish
@@ -204,17 +203,6 @@ class Dispatch:
     def lead(self) -> PolicyVersions:
         """The first policy."""
         return next(iter(self.versions.values()))
-
-    def add_policy(self, versions: PolicyVersions, directory: Directory | None = None) -> None:
-        """One more policy, at any time. Workers that are here get it if they have its base, and a free slot for it."""
-        name = versions.name
-        self.versions[name] = versions
-        self.weights.directories[name] = directory or Directory(TrafficPrices())
-        for member in self.members.here():
-            if member.base == versions.base and len(member.held) < _most_policies(member.engine, member.lends):
-                self.weights.add(member, name)
-                member.held[name] = HeldPolicy()
-        self._schedule_soon()
 
     def set_offer(self, offer: Offer, files: m.PublishedFiles | None = None, *, policy: str = "") -> None:
         """The newest version of a policy, which workers load. `files`: what its trainer has published, unless all
@@ -384,18 +372,13 @@ class Dispatch:
             policy: held.version if self.versions[policy].window.allows(held.version, held.digest) else -1
             for policy, held in member.held.items()
         }
-        policies = self.ledger.policies_of(member.id, frame) if frame.versions else []
         accepted = self.ledger.accept(member.id, frame, loaded=loaded)
         member.generated += accepted.tokens
         if accepted.tokens:
             # Otherwise it has prefilled all its responses of a policy again.
             if frame.by_policy.items() <= member.frame_versions.items():
                 self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
-            rows = range(len(policies)) if accepted.complete else accepted.rows
-            made = Counter[str]()
-            for row in rows if policies else ():
-                made[policies[row]] += frame.counts[row] if frame.counts else 1
-            self.accounts.frame(now, member.id, accepted.tokens, made)
+            self.accounts.frame(now, member.id, accepted.tokens, accepted.tokens_of)
         member.last_tokens_s = now
         member.frame_versions |= frame.by_policy
         if batch:

@@ -7,16 +7,17 @@ next steps with the slots that the evaluation leaves, as far ahead as the bound 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from windfall.controller.rollout.stream import Rollout
-from windfall.controller.step_batch import Scores, describe_scores
+from windfall.controller.step_batch import describe_scores
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Recipe
+from windfall.types import Group
 
 
 class Evaluation:
@@ -71,58 +72,54 @@ class Evaluation:
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the version of this step, and log the result."""
-        temperature, options = self._recipe.eval.temperature, self._rollout.policy_options
-        rewards: dict[tuple[str, int], tuple[float, ...]] = {}
-        """By role and task."""
-        scores: list[Scores] = []
-        lengths: dict[int, list[int]] = {}
-        """By task: those of its responses."""
-        failures = self._rollout.failures.totals.copy()
-        self._scope = f"{self._prefix}-{step}:"
-        with self._events.span("eval", step=step), self._cleared():
-            tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
-            groups = self._rollout.groups(
-                tasks,
-                size=self._recipe.eval.samples,
-                sampling=lambda policy: options[policy].sampling(temperature),
-                scope=self._scope,
-                versions={self._policy: step} if self._asynchronous else None,
-                counted=False,
-            )
-            async with aclosing(groups):
-                async for group in (whole.of(self._policy) async for whole in groups):
-                    for role, part in group.by_role().items():
-                        if part.rewards:
-                            rewards[role, group.index] = part.rewards
-                    scores += [response.scores for response in group.responses]
-                    lengths[group.index] = [response.sampled_count for response in group.responses]
+        with self._events.span("eval", step=step):
+            groups = await self._sample(step)
+        rewards = {
+            (role, group.index): part.rewards
+            for group in groups
+            for role, part in group.by_role().items()
+            if part.rewards
+        }
+        tasks, samples = self._held_out.tasks, self._recipe.eval.samples
+        lengths = {group.index: [response.sampled_count for response in group.responses] for group in groups}
+        responses = sum(map(len, lengths.values()))
         if not rewards:
-            raise self._rollout.failures.no_rewards(f"the evaluation after step {step}", failures)
+            raise self._rollout.failures.no_rewards(f"the evaluation after step {step}", responses)
         by_role: dict[str, list[float]] = {}
         for (role, _), found in rewards.items():
             by_role.setdefault(role, []).extend(found)
         all_rewards = [reward for found in by_role.values() for reward in found]
         roles = {role: _mean(found) for role, found in by_role.items()} if len(by_role) > 1 else {}
-        skipped = (len(tasks) - len(lengths)) * self._recipe.eval.samples
         self._events.scalar(
             "eval",
             step=step,
             reward=_mean(all_rewards),
             graded=len(all_rewards),
-            responses=sum(map(len, lengths.values())) + skipped,
+            responses=responses + (tasks - len(lengths)) * samples,
             tasks=len({index for _, index in rewards}),
             on=self._held_out.description,
-            lengths=[round(_mean(lengths.get(index, []))) for index in tasks],
+            lengths=[round(_mean(lengths.get(HELD_OUT + n, []))) for n in range(tasks)],
             **({"roles": roles} if roles else {}),
             **describe_passes(self._recipe.eval, list(rewards.values())),
-            **describe_scores(scores),
+            **describe_scores([response.scores for group in groups for response in group.responses]),
         )
         self.evaluated.add(step)
 
-    @contextmanager
-    def _cleared(self) -> Iterator[None]:
+    async def _sample(self, step: int) -> list[Group]:
+        """What the policy samples of the held-out tasks, as they complete."""
+        temperature, options = self._recipe.eval.temperature, self._rollout.policy_options
+        self._scope = f"{self._prefix}-{step}:"
+        groups = self._rollout.groups(
+            range(HELD_OUT, HELD_OUT + self._held_out.tasks),
+            size=self._recipe.eval.samples,
+            sampling=lambda policy: options[policy].sampling(temperature),
+            scope=self._scope,
+            versions={self._policy: step} if self._asynchronous else None,
+            counted=False,
+        )
         try:
-            yield
+            async with aclosing(groups):
+                return [whole.of(self._policy) async for whole in groups]
         finally:
             self._scope = None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +49,6 @@ class EnvFailures:
         self.missing = self.skipped = 0
         """Responses without a reward, and tasks that could not be used, since the last reset, without those of
         evaluations."""
-        self.totals = Counter[str]()
-        """The same since the start, with those of evaluations, under "missing" and "skipped"."""
         self._name = name
         self._events = events
         self._causes: dict[str, dict[str, _Cause]] = {}
@@ -69,7 +66,6 @@ class EnvFailures:
         """Count a task that could not be used. Raises WindfallError after SKIPPED_IN_A_ROW of them. `counted`: it
         belongs to a step."""
         self.skipped += counted
-        self.totals["skipped"] += 1
         self._skipped_in_a_row += 1
         self._record("task_skipped", e, task=index)
         if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
@@ -78,19 +74,17 @@ class EnvFailures:
     def miss(self, response: str, e: EnvFailed, *, counted: bool = True) -> None:
         """Count a response without a reward. `counted`: it belongs to a step."""
         self.missing += counted
-        self.totals["missing"] += 1
         self._record("reward_missing", e, response=response)
 
     def retry(self, response: str, e: EnvFailed) -> None:
         """Count a response that got its reward only after a failed try."""
         self._record("reward_retried", e, response=response)
 
-    def no_rewards(self, what: str, before: Counter[str]) -> WindfallError:
-        """The error that ends a run if not one response of `what` got a reward. `before`: the totals when it began."""
-        counts = self.totals - before
-        if counts["missing"] == 0 and counts["skipped"]:
-            return self._fatal(f"no task of {what} could be used; {counts['skipped']} were skipped", "task_skipped")
-        return self._fatal(f"no response of {what} got a reward; {counts['missing']} are missing", "reward_missing")
+    def no_rewards(self, what: str, missing: int) -> WindfallError:
+        """The error that ends a run if `what` has this number of responses, and not one of them got a reward."""
+        if not missing and "task_skipped" in self._causes:
+            return self._fatal(f"no task of {what} could be used", "task_skipped")
+        return self._fatal(f"no response of {what} got a reward; {missing} are missing", "reward_missing")
 
     def _record(self, event: str, e: EnvFailed, **subject: Any) -> None:
         causes = self._causes.setdefault(event, {})

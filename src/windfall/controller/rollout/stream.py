@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import xxhash
 
-from windfall.controller.ledger.episode import Episode, segment_id, segment_seed
+from windfall.controller.ledger.episode import Episode, segment_id, segment_seed, smallest
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.grading import OUT_OF_TOKENS, EnvFailures, Grader, Grading
@@ -49,7 +49,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.models.text import Text
 from windfall.recipe.sections import Recipe
-from windfall.types import Feedback, Group, Response, Sampling, Task, Turn, policy_of
+from windfall.types import Feedback, Group, Prompt, Response, Sampling, Task, Turn, policy_of
 
 STOP_POLL_S = 0.05
 """Least seconds between looks for stop strings. A worker generates for up to this time after one."""
@@ -126,7 +126,7 @@ class Rollout:
         self.texts = texts
         self.lead = names[0]
         """The role that begins if a task names none."""
-        self.trained = {name for name in names if name not in recipe.policies or recipe.policies[name].trained}
+        self.trained = set(filter(recipe.is_trained, names))
         self.options = recipe.rollout
         self.policy_options = {name: recipe.of(name).rollout for name in names}
         """The same section as each policy sees it."""
@@ -147,11 +147,6 @@ class Rollout:
         self.failures = EnvFailures(env.name, events)
         self.grader = Grader(env, self.options, self.grading, self.failures)
         dispatch.on_failure = self.interrupt
-
-    @property
-    def text(self) -> Text:
-        """That of the policy that begins by default."""
-        return self.texts[self.lead]
 
     def sampling(self, policy: str) -> Sampling:
         """How training samples the tokens of this policy."""
@@ -339,9 +334,8 @@ class Stream:
     def _oldest_versions(self, id: str) -> dict[str, int]:
         """By policy: the oldest version among its tokens."""
         response, _ = self._live[id]
-        return oldest_versions(
-            (episode.policy, self._dispatch.ledger.oldest_version(episode.id)) for episode in response.episodes.values()
-        )
+        oldest = self._dispatch.ledger.oldest_version
+        return smallest((episode.policy, oldest(episode.id)) for episode in response.episodes.values())
 
     def _sampled(self, id: str) -> int:
         response, _ = self._live[id]
@@ -480,12 +474,9 @@ class Stream:
 
     def _prompt(self, task: Task) -> tuple[int, ...]:
         """The ids of the prompt. Raises EnvFailed if it cannot be used."""
-        policy = policy_of(task.role or self._rollout.lead)
-        self._check_role(task.role, f"task '{task.id}' begins with the role")
-        prompt = self._rollout.texts[policy].prompt(task.prompt)
+        role = task.role or self._rollout.lead
+        prompt, policy = self._opening(role, task.prompt, f"the prompt of task '{task.id}'"), policy_of(role)
         context, max_tokens = self._rollout.contexts.get(policy), self._rollout.policy_options[policy].max_tokens
-        if not prompt:
-            raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
         if context and len(prompt) + max_tokens > context:
             raise EnvFailed(
                 f"the prompt of task '{task.id}' has {len(prompt)} tokens; with rollout.max_tokens = {max_tokens} that "
@@ -494,11 +485,15 @@ class Stream:
             )
         return prompt
 
-    def _check_role(self, role: str, what: str) -> None:
-        """Raises EnvFailed if no policy of the run speaks in this role. Empty: a role that is known."""
-        if role and policy_of(role) not in self._rollout.texts:
+    def _opening(self, role: str, prompt: Prompt, what: str) -> tuple[int, ...]:
+        """The ids that begin the conversation of a role. Raises EnvFailed if they are none, or no policy has it."""
+        if policy_of(role) not in self._rollout.texts:
             known = ", ".join(filter(None, self._rollout.texts)) or "the recipe has no [policies]"
-            raise EnvFailed(f"{what} {role!r}, and no policy has this name ({known})", "an unknown role", final=True)
+            why = f"{what} cannot be used: no policy speaks in the role {role!r} ({known})"
+            raise EnvFailed(why, "an unknown role", final=True)
+        if not (ids := self._rollout.texts[policy_of(role)].prompt(prompt)):
+            raise EnvFailed(f"{what} is empty", "an empty prompt", final=True)
+        return ids
 
     def _restore(self, response: OpenResponse) -> Response | None:
         """Replay the journal's history of all conversations. Returns the response if it was finished."""
@@ -605,10 +600,11 @@ class Stream:
         if self._dispatch.journal is not None:
             # The reward to train on: out of tokens, a response has one that the environment did not give.
             reward = feedback.reward if finished is None else finished.reward
-            rewards = () if finished is None else finished.rewards
-            self._dispatch.journal.write_grade(
-                spoke.id, reward, feedback.observation, error, role=feedback.role, rewards=rewards
-            )
+            record = TurnGraded(
+                id=spoke.id, reward=reward, observation=feedback.observation, error=error, role=feedback.role,
+                rewards=() if finished is None else finished.rewards,
+            )  # fmt: skip
+            self._dispatch.journal.write_grade(record)
         if finished is not None:
             for id in response.ids:
                 self._dispatch.close(id)
@@ -643,28 +639,20 @@ class Stream:
     def _continue(self, response: OpenResponse, role: str, observation: str) -> bool:
         """Give an observation to the role that speaks next. False: its conversation has no room for an answer. Raises
         EnvFailed if it cannot be asked."""
-        if role in response.episodes:
-            response.current = response.episodes[role]
-            return response.current.observe(self._observation(response.current, observation))
-        self._check_role(role, "the environment asked for the role")
-        policy, segment = policy_of(role), len(response.episodes)
-        prompt = self._rollout.texts[policy].prompt(observation)
-        if not prompt:
-            raise EnvFailed(f"the first observation for the role {role!r} is empty", "an empty prompt", final=True)
-        room = self._rollout.policy_options[policy].max_tokens - len(prompt)
+        if (episode := response.episodes.get(role)) is not None:
+            response.current, codec = episode, self._rollout.texts[episode.policy]
+            ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
+            return episode.observe(codec.observation(observation, ended=ended))
+        prompt = self._opening(role, observation, f"the first observation for the role {role!r}")
+        room = self._rollout.policy_options[policy_of(role)].max_tokens - len(prompt)
         if room > 0:
-            response.current = self._episode(response.id, role, segment, prompt, room)
+            response.current = self._episode(response.id, role, len(response.episodes), prompt, room)
             response.episodes[role] = response.current
         return room > 0
 
     def _end_sessions(self, *ids: str) -> None:  # no further turn follows
         for response, group in (self._live[id] for id in ids):
             self._rollout.env.end_session(group.index, group.task, response.turns)
-
-    def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
-        codec = self._rollout.texts[episode.policy]
-        ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
-        return codec.observation(text, ended=ended)
 
     def _missing(self, response: OpenResponse, e: EnvFailed) -> Response:
         """Finish a response without a reward."""
@@ -700,16 +688,3 @@ class Stream:
         if group.complete:
             self._forget(group.index)
             self._completed.append(group)
-
-
-def oldest_versions(found: Iterable[tuple[str, int | None]]) -> dict[str, int]:
-    """By policy: the oldest of these versions.
-
-    >>> oldest_versions([("solver", 3), ("verifier", None), ("solver", 2)])
-    {'solver': 2}
-    """
-    oldest: dict[str, int] = {}
-    for policy, version in found:
-        if version is not None:
-            oldest[policy] = min(version, oldest.get(policy, version))
-    return oldest

@@ -26,16 +26,11 @@ class WeightRoutes:
         self, directories: dict[str, Directory], accounts: Accounts, events: EventLog,
         send: Callable[[str, object], None],
     ) -> None:  # fmt: skip
-        """`directories`: by policy; some may be added later."""
+        """`directories`: by policy."""
         self.directories = directories
         self._accounts, self._events, self._send = accounts, events, send
         self.upload_again: dict[str, Callable[[tuple[str, ...]], None]] = {}
         """By policy: tells its trainer that these files are damaged in the bucket."""
-
-    @property
-    def directory(self) -> Directory:
-        """That of the first policy."""
-        return next(iter(self.directories.values()))
 
     # The trainers
 
@@ -72,16 +67,6 @@ class WeightRoutes:
         for policy in member.held:
             self.directories[policy].join(holder, hello.holds)
             self._pass_on(policy)
-
-    def add(self, member: Member, policy: str) -> None:
-        """The worker will hold one more policy, beside others on the same base."""
-        directory = self.directories[policy]
-        for other, held in member.held.items():
-            beside = self.directories[other]
-            if not directory.knows(member.id) and (holder := beside.holder(member.id)) is not None:
-                directory.join(holder)
-            if base := beside.base_of(held.digest):
-                directory.hold(member.id, base)
 
     def leave(self, member: Member, *policies: str) -> None:
         """The worker is gone, or no longer holds these policies."""

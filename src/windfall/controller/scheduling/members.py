@@ -412,9 +412,8 @@ class Members:
         if still_s < LOADING_S.get(part, self.patience.stalled_s):
             return ""
         doing = {"build": "it has been building its engine", "swap": "it has been swapping in the weights"}.get(part)
-        held = member.held.get(member.pulls, member.first)
-        if not member.loads(held):
-            held = next(held for held in member.held.values() if member.loads(held))
+        loading = {policy: held for policy, held in member.held.items() if member.loads(held)}
+        held = loading.get(member.pulls) or next(iter(loading.values()))
         version = held.requested[0]
         if doing:
             return f"{doing} for {still_s:.0f} s and is not ready with version {version}"

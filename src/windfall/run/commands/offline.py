@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import tempfile
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +154,7 @@ def evaluate(
 
     failures = asyncio.run(collect())
     if not any(found.rewards for found in results.values()):
-        raise failures.no_rewards(f"{tasks} held-out tasks", Counter())
+        raise failures.no_rewards(f"{tasks} held-out tasks", sum(len(found.scores) for found in results.values()))
     for _, example in sorted(shown.items()):
         out.print(example)
     for role, found in sorted(results.items()):

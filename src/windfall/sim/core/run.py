@@ -169,7 +169,7 @@ class Simulation:
         try:
             self._reached = await life.steps(InProcess(self.env), lambda policy: cast(Text, texts[policy]), counters)
         except Stopped:  # stopped before the first step
-            self._reached = life.state
+            self._reached = life.lead.state
 
     # links that dial in
 

@@ -1,5 +1,5 @@
 """Runs with several policies, from end to end: workers, trainers and the controller are killed, and the weights of all
-policies are the same, bit for bit."""
+policies are the same, bit for bit. Quick: test_policy_beside.py."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def check_same(plain: Path, killed: Path, last: int) -> None:
         assert checkpoint_files(plain, name, last) == checkpoint_files(killed, name, last)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_change_no_policy(tmp_path: Path) -> None:
     """Workers come and go; then the trainer is killed, which both policies share, and then the controller."""

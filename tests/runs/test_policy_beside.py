@@ -30,6 +30,7 @@ rollout = {{ groups = 2, temperature = 0.7, max_tokens = 40 }}
 STEPS = "run.steps=3"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_policy_has_the_same_weights_alone_and_beside_another(tmp_path: Path) -> None:
     alone, beside = finish(tmp_path / "a", ALONE, STEPS), finish(tmp_path / "b", BESIDE, STEPS)
@@ -41,7 +42,6 @@ def test_policy_has_the_same_weights_alone_and_beside_another(tmp_path: Path) ->
     assert all(files[name] != other[name] for name in ("adapter_model.safetensors", "windfall/optimizer.safetensors"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_policy_has_the_same_weights_beside_another_if_processes_are_killed(tmp_path: Path) -> None:
     alone = finish(tmp_path / "a", ALONE, STEPS)

@@ -80,16 +80,14 @@ def trainer_role(base: str) -> str:
 
 
 def choose_policy(run: Path, policy: str) -> str:
-    """The policy of a run that a command is for. Raises WindfallError if the run has no such policy, or several and
-    `policy` names none of them."""
+    """The policy of a run, or a model, that a command is for. Raises WindfallError if there is no such policy, or there
+    are several and `policy` names none of them."""
     names = sorted(folder.name for folder in (run / "policies").glob("*"))
     if policy in (names or [""]):
         return policy
-    if not names:
-        fix = "Leave out --policy."
-        raise WindfallError("this run has one policy, without a name", where=f"--policy {policy}", fix=fix)
-    what = f"this run has no policy {policy!r}" if policy else "this run has several policies"
-    raise WindfallError(what, where=str(run), fix=f"Give --policy with one of: {', '.join(names)}.")
+    what = f"there is no policy {policy!r}" if policy else "this run has several policies"
+    fix = f"Give --policy with one of: {', '.join(names)}." if names else "Leave out --policy."
+    raise WindfallError(what, where=str(run), fix=fix)
 
 
 def check_exists(run: Path) -> None:

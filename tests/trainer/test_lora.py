@@ -84,7 +84,7 @@ def test_new_adapters_change_nothing_and_only_they_are_trained() -> None:
     adapters = lora.attach(model, Lora(rank=4), base="tiny", seed=0)
     assert model.model.layers[0].mlp.up_proj.weight is weight
     assert [n for n in model.state_dict() if not lora.is_adapter(n)] == names
-    assert list(adapters.base_tensors()) == names
+    assert list(lora.base_tensors(adapters.model)) == names
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         f"{name}.{matrix}" for name in adapters.layers for matrix in lora.MATRICES
     }
@@ -146,7 +146,7 @@ def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute
 
 def test_updates_raise_the_probability_of_credited_tokens_and_leave_the_base_alone() -> None:
     adapters = lora.attach(tiny(), Lora(rank=8), base="tiny", seed=0)
-    before = {n: t.clone() for n, t in adapters.base_tensors().items()}
+    before = {n: t.clone() for n, t in lora.base_tensors(adapters.model).items()}
     made = [Sample(ids=s.ids, targets=s.targets, behavior=s.behavior, advantage=1.0, limit=50)
             for s in samples(adapters.model, 6)]  # fmt: skip
     t = trainer(adapters, train={"lr": 1e-3, "engine_gap_limit": 10.0})
@@ -157,7 +157,7 @@ def test_updates_raise_the_probability_of_credited_tokens_and_leave_the_base_alo
         assert t.optim_step().skipped == ""
     assert all(b < a for a, b in pairwise(losses)), losses
     assert losses[-1] < 0.8 * losses[0]
-    assert all(torch.equal(v, before[n]) for n, v in adapters.base_tensors().items())
+    assert all(torch.equal(v, before[n]) for n, v in lora.base_tensors(adapters.model).items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -225,7 +225,7 @@ def test_engine_with_merged_weights_agrees_with_the_trainer() -> None:
     t = trainer(adapters, train={"lr": 3e-3})
     engine_model = tiny()
     engine = TorchEngine(engine_model, kv_tokens=4096)
-    base = {n: v.clone() for n, v in adapters.base_tensors().items()}
+    base = {n: v.clone() for n, v in lora.base_tensors(adapters.model).items()}
     for version in range(1, 4):
         published = {n: v.detach().clone() for n, v in adapters.tensors().items()}
         engine.swap(version, MergedWeights(base, published, adapters.scale, base_is_loaded=version > 1))
@@ -243,7 +243,7 @@ def test_reward_rises() -> None:
     adapters = lora.attach(tiny(), Lora(rank=4), base="tiny", seed=0)
     t, algorithm = trainer(adapters, train={"lr": 3e-3}), algorithms.make("grpo")
     engine = TorchEngine(tiny(), kv_tokens=4096)
-    base, wanted = adapters.base_tensors(), set(load.load_tokenizer("tiny")("12")["input_ids"])
+    base, wanted = lora.base_tensors(adapters.model), set(load.load_tokenizer("tiny")("12")["input_ids"])
     rewards = []
     for step in range(12):
         engine.swap(step, MergedWeights(base, adapters.tensors(), adapters.scale))

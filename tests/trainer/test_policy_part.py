@@ -94,7 +94,9 @@ def save(part: RankPart, policy: str, step: int, base: Any) -> Path:
 
 
 def published(part: RankPart, policy: str) -> dict[str, torch.Tensor]:
-    version = part.policies[policy].publisher.newest
+    publisher = part.policies[policy].publisher
+    version = publisher.readable[0] if publisher.readable else publisher.base
+    assert version is not None
     return {n: t.clone() for n, t in views(version.buffer.mapped, version.manifest.entries).items()}
 
 

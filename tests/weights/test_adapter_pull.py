@@ -26,7 +26,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
 ) -> None:
     s = serving()
     adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj", "up_proj"]), base="", seed=0)
-    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    base = s.publisher.publish_base(lora.base_tensors(adapters.model)).digest
     model, puller = build("llama"), s.puller()
     with torch.no_grad():
         for p in model.parameters():
@@ -62,7 +62,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
     def check(copied: set[str]) -> None:
         for name, t in model.state_dict().items():
             layer = adapters.layers.get(name.removesuffix(".weight"))
-            expected = adapters.base_tensors()[name]
+            expected = lora.base_tensors(adapters.model)[name]
             if layer is not None:
                 expected = merge(layer.weight, AdapterPair(layer.lora_A, layer.lora_B), adapters.scale)
             assert torch.equal(t, expected), name
@@ -86,7 +86,7 @@ def test_worker_merges_every_version_and_copies_the_base_once(
 def test_two_adapters_of_one_base_read_it_once(serving: Callable[..., Any]) -> None:
     s = serving()
     adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj"]), base="", seed=0)
-    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    base = s.publisher.publish_base(lora.base_tensors(adapters.model)).digest
     first = s.puller()
     second, versions = first.beside(), []
     for puller in (first, second):
@@ -109,7 +109,7 @@ def test_pullers_of_one_base_wait_for_each_other(serving: Callable[..., Any]) ->
     """A pull of an earlier link may still run when the next link begins one, or closes its puller."""
     s = serving()
     adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj"]), base="", seed=0)
-    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    base = s.publisher.publish_base(lora.base_tensors(adapters.model)).digest
     made = s.publisher.publish(0, adapters.tensors(), base=base, scale=adapters.scale)
     first = s.puller()
     second, began, go_on = first.beside(), threading.Event(), threading.Event()

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -86,13 +87,13 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
     return sum(s.elements for s in cache_shapes(model)) * item_bytes
 
 
-def adapter_bytes(spec: EngineSpec, model: Any) -> int:
-    """Bytes that the adapters of the spec take beside the model, if they change all layers of its decoder layers."""
+def adapter_bytes(spec: EngineSpec, shapes: Mapping[str, Sequence[int]], item_bytes: int) -> int:
+    """Bytes that the adapters of the spec take beside a model with these weights, if they change all matrices of its
+    decoder layers."""
     from windfall.engine.cuda.adapters import padded_rank
 
-    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    sizes = sum(sum(shape) for name, shape in shapes if len(shape) == 2 and re.search(r"\.\d+\.", name))
-    return spec.adapters * padded_rank(spec.adapter_rank) * sizes * model.dtype.itemsize
+    sizes = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and re.search(r"\.\d+\.", name))
+    return spec.adapters * padded_rank(spec.adapter_rank) * sizes * item_bytes
 
 
 def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float, reserved: int = 0) -> tuple[int, int]:
@@ -142,7 +143,7 @@ def _build_engine(spec: EngineSpec, device: str, model: Any, share: float) -> tu
         choose_matmul_library()
     # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
-        reserved = adapter_bytes(spec, model)
+        reserved = adapter_bytes(spec, {n: p.shape for n, p in model.named_parameters()}, model.dtype.itemsize)
         running, kv_tokens = engine_sizes(spec, token_bytes(model, spec.kv_dtype), device, share, reserved)
         engine = make_engine(
             spec,

@@ -1,33 +1,42 @@
-"""Which policies of one base an engine holds, for engines with adapters. Pure: no tensors are touched.
+"""Which policies an engine holds, with their versions. Pure: no tensors are touched.
 
-Each policy has a number, from its first swap on. One without an adapter has a number, too: it may get an adapter later.
-If all numbers are taken, a swap that copies a base gives them away, unless responses are running: the worker
-is for another base now.
+The number of an adapter is the place of its policy among them. A policy without an adapter has a number, too: it may
+get an adapter later. If there is no room for another policy, a swap that copies a base takes the place of all, unless
+responses are running: the worker is for another base now. An engine without adapters holds one policy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from windfall.errors import WindfallError
 from windfall.weights.merged import MergedWeights
 
 
-class HeldPolicies:
-    def __init__(self, count: int, rank: int) -> None:
-        """`count` policies, whose adapters have at most this rank."""
-        self.count = count
-        self.numbers: dict[str, int] = {}
-        self._rank = rank
+class AdapterRoom(NamedTuple):
+    """What an engine was built for."""
 
-    def with_policy(self, policy: str, version: int, weights: MergedWeights | None, *, busy: bool) -> dict[str, int]:
-        """The numbers if this policy is swapped in, after a check that there is room for it and its adapter. Changes
-        nothing. `busy`: responses are running."""
-        where, held = f"version {version} of policy {policy!r}", self.numbers
-        if policy not in held and len(held) >= self.count:
-            if weights is None or weights.base_is_loaded or busy:
+    policies: int = 0
+    """0: it has no adapters."""
+    rank: int = 0
+    """Upper limit for the rank of an adapter."""
+
+    def swapped(
+        self, held: Mapping[str, int], policy: str, version: int, weights: Mapping[str, Any] | None, *, busy: bool
+    ) -> dict[str, int]:
+        """The policies after a swap, with their versions. Raises WindfallError if there is no room for this one.
+        `busy`: responses are running."""
+        where, given = (
+            f"version {version} of policy {policy!r}",
+            weights if isinstance(weights, MergedWeights) else None,
+        )
+        if policy not in held and len(held) >= max(1, self.policies):
+            if busy or (self.policies and (weights is None or (given is not None and given.base_is_loaded))):
                 names = ", ".join(map(repr, held))
-                raise WindfallError(f"the engine was built for {self.count} policies, and holds {names}", where=where)
+                raise WindfallError(f"the engine has no room for another policy, and holds {names}", where=where)
             held = {}
-        if weights is not None and weights.rank > self._rank:
-            what = f"the adapter has rank {weights.rank}, and the engine was built for at most {self._rank}"
+        if self.policies and given is not None and given.rank > self.rank:
+            what = f"the adapter has rank {given.rank}, and the engine was built for at most {self.rank}"
             raise WindfallError(what, where=where)
-        return {policy: len(held), **held}
+        return {**held, policy: version}

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
-from windfall.engine.held_policies import HeldPolicies
+from windfall.engine.held_policies import AdapterRoom
 from windfall.engine.module_weights import copy_weights
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.scheduler import Sequence as SequenceState
-from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
 from windfall.weights.merged import AdapterPair, MergedWeights
 
@@ -80,22 +79,16 @@ class PagedEngine(Engine):
         self._sequences: dict[str, SequenceState] = {}
         self._counters = scheduler.counters
         self._adapters: AdapterMemory | None = None
-        self._policies = HeldPolicies(0, 0)
+        self._room = AdapterRoom()
 
     def _hold_adapters(self, memory: AdapterMemory, count: int, rank: int) -> None:
         """Hold up to `count` policies, whose adapters have at most this rank. None of them is there yet."""
-        self._adapters = memory
-        self._policies = HeldPolicies(count, rank)
-        self.versions = {}
+        self._adapters, self._room, self.versions = memory, AdapterRoom(count, rank), {}
         self.capabilities = replace(self.capabilities, adapters=count)
 
     @property
     def version(self) -> int:
         return self.versions.get("", 0)
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.versions = {**self.versions, "": version}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -110,7 +103,8 @@ class PagedEngine(Engine):
         check_request(request, self._vocabulary, self.limit)
         check_policy(request, self.versions)
         sequence = self._sequences[request.id] = SequenceState(request, list(request.prompt))
-        sequence.adapter = self._policies.numbers.get(request.policy, -1)
+        if self._adapters is not None:
+            sequence.adapter = list(self.versions).index(request.policy)
         self._scheduler.add(sequence)
 
     def cancel(self, id: str) -> None:
@@ -148,33 +142,22 @@ class PagedEngine(Engine):
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None, *, policy: str = "") -> None:
         self.finish_launches()
-        if self._adapters is not None:
-            self._swap_adapter(self._adapters, version, weights, policy)
-            return
-        others = {s.request.policy for s in self._sequences.values()} - {policy}
-        if others:
-            what = f"the engine still generates responses of policy {min(others)!r}"
-            raise WindfallError(what, where=f"version {version} of policy {policy!r}")
-        if weights is not None:
-            copy_weights(self.model, version, weights)
-        self.versions = {policy: version}
-        self._scheduler.restart_all()
-
-    def _swap_adapter(
-        self, memory: AdapterMemory, version: int, weights: Mapping[str, Tensor] | None, policy: str
-    ) -> None:
-        given = None if weights is None else MergedWeights.of(weights)
-        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._sequences))
-        if given is not None:
-            memory.check(given.pairs)
+        adapters, given = self._adapters, None
+        if adapters is not None and weights is not None:
+            weights = given = MergedWeights.of(weights)
+        versions = self._room.swapped(self.versions, policy, version, weights, busy=bool(self._sequences))
+        if adapters is not None and given is not None:
+            adapters.check(given.pairs)
             if not given.base_is_loaded:
                 copy_weights(self.model, version, given.base)
-            memory.hold(numbers[policy], given.pairs, given.scale)
-        self._policies.numbers = numbers
-        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
-        if given is not None and not given.base_is_loaded:
+            adapters.hold(list(versions).index(policy), given.pairs, given.scale)
+        elif weights is not None:
+            copy_weights(self.model, version, weights)
+        self.versions = versions
+        if adapters is None or (given is not None and not given.base_is_loaded):
             self._scheduler.restart_all()
-        self._scheduler.restart(policy)
+        if adapters is not None:
+            self._scheduler.restart(policy)
 
     def warm(self, *sizes: int, longest: int | None = None, shorter: bool = False) -> None:
         """Do what would delay the first steps: compile kernels, capture graphs. See GraphEngine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,20 +140,13 @@ def derive(
     device: str,
     dtype: str,
     prompts: Sequence[int],
-    *,
-    ranks: int = 1,
-    sharded: bool = False,
-    beside: Sequence[Lora] = (),
+    **place: Any,
 ) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later.
-    `beside`: adapters of other policies that the same process trains."""
-    from windfall.trainer.model.lora import trained_parameters
-
+    `place`: ranks, sharded and beside, as in `memory_use`."""
     c, o = model.config, recipe.rollout
     longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
-    others = sum(trained_parameters(model, section) for section in beside)
-    used = lambda free: memory_use(recipe, model, free, ranks=ranks, sharded=sharded, beside=others)  # noqa: E731
-    pack = _pack_tokens(recipe, model, longest, used) if device == "cuda" else max(longest, 4096)
+    pack = _pack_tokens(recipe, model, longest, **place) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
@@ -168,10 +161,10 @@ def derive(
     )
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int, used: Callable[[float], float]) -> int:
-    """Tokens per pack that fit into the GPU memory left by everything else. `used`: from free bytes to bytes in use."""
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, **place: Any) -> int:
+    """Tokens per pack that fit into the GPU memory left by everything else."""
     c, free = model.config, free_bytes("cuda")
-    free = (free - used(free)) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
+    free = (free - memory_use(recipe, model, free, **place)) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size,
@@ -185,15 +178,16 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, used: Callable[[float
 
 
 def memory_use(
-    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, beside: int = 0
+    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, beside: Sequence[Lora] = ()
 ) -> float:
     """GPU memory that the trainer, or each of its ranks, will need besides activations and the layers that are
     gathered. `free`: bytes of free GPU memory. Unsharded, the weights are on the GPU already; sharded, no weight is
-    there yet, and with `train.offload` none stays there. `beside`: parameters of adapters of other policies."""
+    there yet, and with `train.offload` none stays there. `beside`: adapters of other policies."""
     from windfall.trainer.model.lora import trained_parameters
 
     width, section, kl, local = model.dtype.itemsize, recipe.train.lora, recipe.algorithm.kl > 0, recipe.fleet.local
-    whole, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section) + beside
+    whole = sum(p.numel() for p in model.parameters())
+    trained = sum(trained_parameters(model, each) for each in (section, *beside))
     if not sharded:
         # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves.
         # Then the KL reference; with adapters there is none, but merged copies for the trainer's own engine.

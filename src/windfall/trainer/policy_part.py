@@ -79,9 +79,10 @@ class PolicyPart:
             for done in chain.from_iterable(reported):
                 self.report(done)
         if self.uploads is not None:
-            newest, base = self.publisher.newest.held, self.publisher.base
+            base = self.publisher.base.held if self.publisher.base else None
+            newest = self.publisher.readable[0].held if self.publisher.readable else base  # a frozen policy is its base
             assert newest is not None
-            delta, base = self.publisher.delta, base and base.held
+            delta = self.publisher.delta
             self.uploads.publish(newest, delta, base=base, keep=keep, wrong=wrong, machines=machines)
 
     def stop_uploads(self) -> None:

@@ -138,31 +138,28 @@ class RankPart:
         orders.add(self)
 
     def build(self, setup: Setup) -> None:
-        ranks, reference = self.ranks, self._reference
         torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
-        views = {name: self.recipe.of(name) for name in setup.policies}
-        if ranks.distributed:
-            model, found, reference = _shard(self.recipe, setup, ranks, self._loaded, reference)
+        if self.ranks.distributed:
+            model, found, reference = _shard(self.recipe, setup, self.ranks, self._loaded, self._reference)
         else:
-            found = dict(self._loaded)
-            model = next(iter(found.values())).model
-        model = PolicyModule(model) if not isinstance(model, PolicyModule) else model
-        for name, view in views.items():
-            self.policies[name] = self._build_policy(name, view, setup, model, found[name], reference)
+            found, reference = self._loaded, self._reference
+            model = PolicyModule(next(iter(found.values())).model)
+        for name in setup.policies:
+            self.policies[name] = self._build_policy(name, setup, model, found[name], reference)
         if self.place.machine and self.place.local_rank == 0:
             self.address = serve_weights(self.files, self.recipe, self.place.host)
-        has_graph = any(part.trainer.learner.has_graph for part in self.policies.values() if part.trainer is not None)
-        if setup.checkpoint_activations and has_graph:
+        trainers = {name: part.trainer for name, part in self.policies.items() if part.trainer is not None}
+        if setup.checkpoint_activations and any(trainer.learner.has_graph for trainer in trainers.values()):
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for name, part in self.policies.items():
-            if part.trainer is not None and (path := setup.policies[name].checkpoint) is not None:
-                part.trainer.restore_optimizer(path / checkpoint.OPTIMIZER)
-        self.pids = ranks.all_gather(os.getpid())
+        for name, trainer in trainers.items():
+            if (path := setup.policies[name].checkpoint) is not None:
+                trainer.restore_optimizer(path / checkpoint.OPTIMIZER)
+        self.pids = self.ranks.all_gather(os.getpid())
 
     def _build_policy(
-        self, name: str, view: Recipe, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any
+        self, name: str, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any
     ) -> PolicyPart:
-        ranks, trainer = self.ranks, None
+        view, ranks, trainer = self.recipe.of(name), self.ranks, None
         if self.recipe.is_trained(name):
             trainer = TorchTrainer(
                 model,
@@ -385,6 +382,7 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
     """The service of a policy. `address`: of the controller when the trainer started."""
     own, policy, orders, folder = loaded.policies[name], part.policies[name], part.orders, part.folder
     save = partial(_save, loaded, part, name)
+    can_load = policy.trainer is not None and own.weights.adapters is None and not part.ranks.distributed
 
     def publish(version: int, order: m.Publish) -> Any:
         manifest = orders.call(part.publish, name, version, order)
@@ -400,7 +398,7 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
         weights=lambda: policy.published,
         upload_again=lambda files: orders.call(part.upload_again, name, files),
         save=save,
-        load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if loaded.can_load else cannot_load,
+        load=partial(trained_weights.load_into, own.weights.model, policy.trainer) if can_load else cannot_load,
         address=lambda: (folders.address(folder) or {}).get("url", address),
         copies=policy.original is not None,
         **options,
@@ -415,7 +413,7 @@ class LoadedPolicy:
 
     tokenizer: Any
     weights: TrainedWeights
-    checkpoint: Path | None
+    setup: PolicySetup
     state: CheckpointState
     chosen: derived.Derived
 
@@ -424,17 +422,11 @@ class LoadedPolicy:
 class LoadedBase:
     """A base with all its policies."""
 
-    sharded: bool
     model: Any
     reference: Any
     """The model of the KL penalty, if all weights are trained."""
     engine: m.EngineSpec
     policies: dict[str, LoadedPolicy]
-
-    @property
-    def can_load(self) -> bool:
-        """Whether a checkpoint can be loaded into the module while the trainer runs."""
-        return not self.sharded and not any(p.weights.adapters or p.weights.frozen for p in self.policies.values())
 
 
 async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dtype: str) -> LoadedBase:
@@ -471,14 +463,18 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
         policies[name] = LoadedPolicy(
             tokenizer=tokenizers[name],
             weights=weights,
-            checkpoint=begins.path if begins and trained else None,
+            setup=PolicySetup(
+                micro_tokens=chosen[name].micro_tokens,
+                checkpoint=begins.path if begins and trained else None,
+                adapter=weights.adapters.config if weights.adapters else None,
+            ),
             state=begins.state if begins else CheckpointState(step=0, next_task=0),
             chosen=chosen[name],
         )
     whole = policies[place.base].weights
     compares = first.algorithm.kl and whole.adapters is None and not whole.frozen
     reference = load.load(first.model.path, dtype=dtype, device=where) if compares else None
-    return LoadedBase(sharded=sharded, model=model, reference=reference, engine=engine, policies=policies)
+    return LoadedBase(model=model, reference=reference, engine=engine, policies=policies)
 
 
 def _newest(recipe: Recipe, folder: Path, policy: str) -> checkpoint.VerifiedCheckpoint | None:
@@ -493,24 +489,17 @@ def _newest(recipe: Recipe, folder: Path, policy: str) -> checkpoint.VerifiedChe
 
 def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
     """Let all ranks build their parts."""
-    url, any_chosen = part.recipe.weights.bucket, next(iter(loaded.policies.values())).chosen
+    url = part.recipe.weights.bucket
     setup = Setup(
         model_config=loaded.model.config,
-        dtype=any_chosen.dtype,
+        dtype=loaded.engine.dtype,
         checkpoint_activations=any(each.chosen.checkpoint_activations for each in loaded.policies.values()),
         onednn=bool(torch.backends.mkldnn.enabled),
         bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
-        policies={
-            name: PolicySetup(
-                micro_tokens=each.chosen.micro_tokens,
-                checkpoint=each.checkpoint,
-                adapter=each.weights.adapters.config if each.weights.adapters else None,
-            )
-            for name, each in loaded.policies.items()
-        },
+        policies={name: each.setup for name, each in loaded.policies.items()},
     )
     part.orders.call(part.build, setup)
-    if loaded.sharded:
+    if part.ranks.distributed:
         loaded.model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
@@ -521,7 +510,7 @@ def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.Tra
     chosen, policy = loaded.policies[name].chosen, part.policies[name]
     if policy.trainer is None or not policy.trainer.learner.has_graph:  # it decides for every pack what to keep
         chosen = replace(chosen, checkpoint_activations=False)
-    facts = policy.weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if loaded.sharded else ""}
+    facts = policy.weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if part.ranks.distributed else ""}
     facts["machine"] = devices.describe(chosen.device, part.ranks.size)
 
     def hello(**more: Any) -> m.TrainerHello:
@@ -541,7 +530,7 @@ def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.Tra
 def _save(loaded: LoadedBase, part: RankPart, name: str, state: CheckpointState) -> Path:
     policy = part.policies[name]
     write = policy.weights.saved.save_pretrained
-    if loaded.sharded:
+    if part.ranks.distributed:
         collect = lambda: part.orders.call(part.collect, name)  # noqa: E731
         write = partial(policy.weights.write_published, loaded.model, policy.publisher, collect)
     return checkpoint.save(

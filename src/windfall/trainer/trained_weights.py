@@ -174,16 +174,18 @@ def prepare(
     """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names. `recipe`: as this
     policy sees it. `trained`: whether it is trained; otherwise its adapters, if any, are a copy. `digest`: that of the
     base, if it is known."""
-    from windfall.trainer.model.lora import base_tensors
+    from windfall.trainer.model import lora
 
-    if recipe.train.lora is None:
+    section, path = recipe.train.lora, recipe.model.path
+    if section is None:
         return TrainedWeights(model=model, frozen=not trained)
-    digest = digest or adapter_folder.base_digest(base_tensors(model))
-    base = AdapterBase(path=recipe.model.path, dtype=dtype, digest=digest)
-    folder = found.path if found is not None else None
+    digest = digest or adapter_folder.base_digest(lora.base_tensors(model))
+    base, folder = AdapterBase(path=path, dtype=dtype, digest=digest), found and found.path
     if folder is not None:
         adapter_folder.check_base(folder, base)
-    return TrainedWeights(model=model, adapters=attach(model, recipe, folder, policy), base=base, frozen=not trained)
+    options: dict[str, Any] = {"seed": recipe.run.seed, "checkpoint": folder, "policy": policy}
+    adapters = lora.attach(model, section, base=str(load.fetch(path)), **options)
+    return TrainedWeights(model=model, adapters=adapters, base=base, frozen=not trained)
 
 
 def attach_empty(model: Any, adapter: Any, policy: str = "") -> Any:
@@ -193,16 +195,6 @@ def attach_empty(model: Any, adapter: Any, policy: str = "") -> Any:
 
     section = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=list(adapter.targets))
     return lora.attach(model, section, base=adapter.base, seed=0, policy=policy)
-
-
-def attach(model: Any, recipe: Recipe, checkpoint: Path | None, policy: str = "") -> Any:
-    """Attach the adapters of the recipe: those of the checkpoint, or new ones."""
-    from windfall.trainer.model import lora
-
-    assert recipe.train.lora is not None
-    name = str(load.fetch(recipe.model.path))
-    seed = recipe.run.seed
-    return lora.attach(model, recipe.train.lora, base=name, seed=seed, checkpoint=checkpoint, policy=policy)
 
 
 def load_into(model: Any, trainer: Any, path: str) -> CheckpointState:

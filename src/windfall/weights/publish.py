@@ -136,16 +136,9 @@ class Publisher:
         """The base of the adapters."""
         return self._base if self._beside is None else self._beside.base
 
-    @property
-    def newest(self) -> Published:
-        """What was published last: a version, or else the base, which is the only version of a frozen policy."""
-        newest = self.readable[0] if self.readable else self.base
-        assert newest is not None, "nothing is published"
-        return newest
-
     def describe(self) -> tuple[m.Holding, ...]:
         """What this rank serves, with the base of its versions."""
-        shared = self._beside.describe() if self._beside and self.base else ()
+        shared = self._beside.describe() if self._beside else ()
         base = (each for each in shared if self.base and each.file.digest == self.base.manifest.digest)
         return (*self.files.describe(), *base)
 

@@ -137,9 +137,7 @@ class GraphEngine(PagedEngine):
         self.burst = burst
         self.depth = DEPTH
         self._pending: deque[PendingLaunch] = deque()
-        self._ready: deque[list[Chunk]] = (
-            deque()
-        )  # chunks that the next steps return; each list has one version of every policy
+        self._ready: deque[list[Chunk]] = deque()  # what the next steps return: in a list, a policy has one version
         self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
 
     def __len__(self) -> int:

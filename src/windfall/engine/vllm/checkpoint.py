@@ -7,7 +7,6 @@ inputs); a checkpoint has one matrix per expert and projection. `to_checkpoint` 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,9 +37,6 @@ class WeightShapes:
             - {name for name, _ in model.named_buffers()}
         )
         self.parameters = sum(p.numel() for p in model.parameters())
-        numbered = [shape for name, shape in self.shapes.items() if len(shape) == 2 and re.search(r"\.\d+\.", name)]
-        self.adapted_sizes = sum(sum(shape) for shape in numbered)
-        """Inputs and outputs of all matrices that an adapter may change, added up."""
         self.vocabulary = model.get_input_embeddings().num_embeddings
 
     def check(self, version: int, weights: Mapping[str, Any]) -> None:

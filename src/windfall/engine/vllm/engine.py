@@ -35,11 +35,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windfall.engine.base import Counters, Engine, check_policy, check_request, duplicate_id
-from windfall.engine.held_policies import HeldPolicies
+from windfall.engine.held_policies import AdapterRoom
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.adapters import AdapterFolders
 from windfall.engine.vllm.checkpoint import WeightShapes
-from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
 from windfall.weights.merged import MergedWeights
 from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
@@ -67,7 +66,7 @@ class VllmEngine(Engine):
         """`vllm`: an `LLMEngine` of vllm/factory.py. The weights are unset until the first swap. `own_sampler`: use
         windfall's sampler where vLLM's is not exact. `adapters`, `adapter_rank`: as in EngineSpec."""
         self.versions = {} if adapters else {"": version}
-        self._policies = HeldPolicies(adapters, adapter_rank)
+        self._room = AdapterRoom(adapters, adapter_rank)
         self._folders = AdapterFolders() if adapters else None
         self.shapes = shapes
         self._vllm = vllm
@@ -171,12 +170,9 @@ class VllmEngine(Engine):
         if self._folders is not None:
             self._swap_adapter(self._folders, version, weights, policy)
             return
-        others = {s.request.policy for s in self._running.values()} - {policy}
-        if others:
-            what = f"the engine still generates responses of policy {min(others)!r}"
-            raise WindfallError(what, where=f"version {version} of policy {policy!r}")
+        versions = self._room.swapped(self.versions, policy, version, weights, busy=bool(self._ids))
         self._load_all(version, weights)
-        self.versions = {policy: version}
+        self.versions = versions
 
     def _load_all(self, version: int, weights: Mapping[str, Any] | None) -> None:
         if weights is not None:
@@ -188,15 +184,14 @@ class VllmEngine(Engine):
         self, folders: AdapterFolders, version: int, weights: Mapping[str, Any] | None, policy: str
     ) -> None:
         given = None if weights is None else MergedWeights.of(weights)
-        numbers = self._policies.with_policy(policy, version, given, busy=bool(self._ids))
+        versions = self._room.swapped(self.versions, policy, version, given, busy=bool(self._ids))
         if given is not None:
             if not given.base_is_loaded:
                 self.shapes.check(version, given.base)
-            folders.replace(self._vllm, policy, given, numbers)
+            folders.replace(self._vllm, policy, given, versions)
             if not given.base_is_loaded:
                 self._load_all(version, given.base)
-        self._policies.numbers = numbers
-        self.versions = {name: v for name, v in self.versions.items() if name in numbers} | {policy: version}
+        self.versions = versions
         self._restart(policy)
         folders.forget_old(self._vllm)
 

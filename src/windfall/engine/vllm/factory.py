@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.devices import gpu_memory_lock
-from windfall.engine.factory import check_kv_dtype, engine_sizes
+from windfall.engine.factory import adapter_bytes, check_kv_dtype, engine_sizes
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
@@ -63,8 +63,7 @@ def build(
     shapes = WeightShapes(json.loads(spec.model_config))
     token_bytes = cache_bytes(shapes.config, "float8" if spec.kv_dtype == "fp8" else spec.dtype, tensor_parallel)
     weights = shapes.parameters * ITEM_BYTES[spec.dtype] // tensor_parallel
-    if spec.adapters:
-        weights += spec.adapters * spec.adapter_rank * shapes.adapted_sizes * ITEM_BYTES[spec.dtype]
+    weights += adapter_bytes(spec, shapes.shapes, ITEM_BYTES[spec.dtype])
     on_cpu = device == "cpu"
     with gpu_memory_lock(device):
         free = free_bytes(device)

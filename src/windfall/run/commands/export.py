@@ -65,15 +65,12 @@ def export(source: Path, out: Path | None, policy: str = "") -> Exported:
 
 def _find(source: Path, policy: str) -> Path:
     """The checkpoint or adapter to export."""
+    policy = folders.choose_policy(source, policy)
     if _is_run(source):
-        policy = folders.choose_policy(source, policy)
         if policy and (recipe := load_recipe(source / "recipe.toml")).policies[policy].frozen:
             what = f"this policy is frozen: it is {recipe.of(policy).model.path}, which was not changed"
             raise WindfallError(what, where=f"--policy {policy}", fix="Use that model, or export another policy.")
         return checkpoint.latest(source, policy).path
-    if policy:
-        fix = "Give the folder of a run, or leave out --policy."
-        raise WindfallError("only a run has policies", where=str(source), fix=fix)
     if (source / checkpoint.STATE).is_file():
         checkpoint.check(source, optimizer=False)
     elif not adapter_folder.is_adapter(source):

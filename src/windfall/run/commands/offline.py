@@ -38,7 +38,7 @@ from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.run.views.figures import graded, passes, reward_parts
 from windfall.trainer import checkpoint
-from windfall.trainer.derived import base_spec, context_of, derive, text_for
+from windfall.trainer.derived import base_spec, context_of, derive, spec, text_for
 from windfall.types import Group, Prompt, Request, Sampling, policy_of
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterBase, is_adapter
@@ -49,16 +49,13 @@ from windfall.worker.worker_link import Pull, PulledWeights
 def find_checkpoint(name: str, policy: str = "") -> str:
     """The path of a model; for a run, that of its newest checkpoint. `policy`: which one, if the run has several. One
     that is not trained and has no checkpoint is the model that it began with."""
-    path = Path(name)
+    path, policy = Path(name), folders.choose_policy(Path(name), policy)
     if (path / "recipe.toml").is_file():
-        policy = folders.choose_policy(path, policy)
         recipe = load_recipe(path / "recipe.toml") if policy else Recipe()
         own = folders.policy_folder(path, policy) / "checkpoints"
         if not recipe.is_trained(policy) and not checkpoint.list_checkpoints(own):
             return recipe.of(policy).model.path
         return str(checkpoint.latest(path, policy).path)
-    if policy:
-        raise WindfallError("only a run has policies", where=name, fix="Give a run, or leave out --policy.")
     if (path / checkpoint.STATE).is_file():
         checkpoint.check(path, optimizer=False)
     load.resolve(name)
@@ -180,7 +177,7 @@ async def _rollout(models: Mapping[str, str], recipe: Recipe, tasks: int) -> Asy
         await env.ready()  # before loading the model, which may take long
         dispatch, texts, contexts, workers = Dispatch(events=events, versions=versions), {}, {}, []
         for base, paths in bases.items():
-            model, pull = _load_base(base, paths, dtype, device)
+            model, pull, adapters = _load_base(base, paths, dtype, device)
             longest: dict[str, int] = {}
             for name, path in paths.items():
                 view, contexts[name] = recipe.of(name), context_of(model)
@@ -191,7 +188,9 @@ async def _rollout(models: Mapping[str, str], recipe: Recipe, tasks: int) -> Asy
                 else:
                     prompts = await prompt_lengths(env, view, texts[name], HELD_OUT, min(64, tasks))
                 longest[name] = derive(view, model, device, dtype, prompts).longest
-            workers.append((base, *_engine(recipe, model, device, dtype, longest, _rank(paths)), pull))
+            found = base_spec(recipe, list(longest), model.config, dtype, longest)
+            found = msgspec.structs.replace(found, adapters=len(adapters), adapter_rank=max(adapters, default=0))
+            workers.append((base, *build_engine(found, device, model=model), pull))
         rollout = Rollout(dispatch, env, texts, recipe, seed=recipe.run.seed, events=events)
         rollout.contexts.update(contexts)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windfall-eval-")))
@@ -218,10 +217,11 @@ def _bases(models: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> tuple[Any, Pull]:
-    """The module, and what a worker with it calls to get the weights of a policy: the adapter that is in its slot."""
+def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> tuple[Any, Pull, list[int]]:
+    """The module, what a worker with it calls to get the weights of a policy, and the ranks of the adapters that its
+    engine holds beside each other."""
     if len(paths) == 1:
-        return load.load(next(iter(paths.values())), dtype=dtype, device=device), weights_already_loaded
+        return load.load(next(iter(paths.values())), dtype=dtype, device=device), weights_already_loaded, []
     import torch
 
     model = load.load(base, dtype=dtype, device=device)
@@ -235,13 +235,8 @@ def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> 
             adapter_folder.check_base(folder, AdapterBase(path=base, dtype=dtype, digest=digest))
             pairs, scale = adapter_folder.read_tensors(folder), adapter_folder.read_config(folder).scale
         adapters[name] = MergedWeights(shapes, pairs, scale, base_is_loaded=True)
-    return model, lambda load, stop: PulledWeights(digest=load.digest, tensors=adapters[load.policy])
-
-
-def _rank(paths: Mapping[str, str]) -> int:
-    """The largest rank of the adapters among these models; 0 if there are none."""
-    folders = [Path(path) for path in paths.values()]
-    return max((adapter_folder.read_config(folder).rank for folder in folders if is_adapter(folder)), default=0)
+    pull = lambda load, stop: PulledWeights(digest=load.digest, tensors=adapters[load.policy])  # noqa: E731
+    return model, pull, [each.rank for each in adapters.values()]
 
 
 def _print_rewards(out: Console, options: Any, results: _Results, tasks: str, label: str) -> None:
@@ -265,7 +260,7 @@ def generate(
     ids = [text.prompt(p) for p in prompts]
     try:
         longest = derive(recipe, model, device, dtype, [max(map(len, ids))]).longest
-        engine, _ = _engine(recipe, model, device, dtype, {"": longest})
+        engine, _ = build_engine(spec(recipe, model.config, dtype, longest), device, model=model)
     except WindfallError as e:
         if e.where != "rollout.max_tokens":
             raise
@@ -293,16 +288,6 @@ def generate(
         return
     for id, response in tokens.items():
         print(f"[{id}] {text.decode(response)}")
-
-
-def _engine(
-    recipe: Recipe, model: Any, device: str, dtype: str, longest: Mapping[str, int], rank: int = 0
-) -> tuple[Any, int]:
-    """An engine, and the number of responses that it runs at once. `longest`: by policy, in tokens. `rank`: the largest
-    of their adapters, if there are several policies."""
-    slots = len(longest) if len(longest) > 1 else 0
-    found = base_spec(recipe, list(longest), model.config, dtype, longest)
-    return build_engine(msgspec.structs.replace(found, adapters=slots, adapter_rank=rank), device, model=model)
 
 
 def _example(group: Group, texts: Mapping[str, Text]) -> str:

@@ -34,7 +34,7 @@ from windfall.errors import WindfallError
 from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, Lora, choose_layers
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
-from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
+from windfall.weights.merged import WEIGHT, AdapterPair, pairs
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -129,15 +129,7 @@ class Adapters:
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained matrices by the names under which they are published and saved."""
-        out: dict[str, Tensor] = {}
-        for name, layer in self.layers.items():
-            a, b = layer.pair(self.policy)
-            out |= {name + LORA_A: a, name + LORA_B: b}
-        return out
-
-    def base_tensors(self) -> dict[str, Tensor]:
-        """The weights of the base model."""
-        return base_tensors(self.model)
+        return {name + WEIGHT: t for name, t in self.weights().items()}
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT format."""

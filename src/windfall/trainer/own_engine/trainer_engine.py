@@ -106,10 +106,6 @@ class TrainerEngine(Engine):
     def version(self) -> int:
         return self._engine.version
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self._engine.version = version
-
     @property
     def counters(self) -> Counters:
         return self._engine.counters

@@ -186,7 +186,7 @@ class SimFleet:
 
 def longest(scenario: Scenario, kv_tokens: int) -> int:
     """Longest response, in simulated tokens, that fits into this KV cache. 0: every length that the recipe allows."""
-    if not kv_tokens or kv_tokens >= scenario.longest:
+    if not kv_tokens or kv_tokens >= max(p.prompt_tokens + p.max_tokens for p in scenario.policies.values()):
         return 0
     return max(1, kv_tokens // scenario.granule)
 

@@ -220,8 +220,7 @@ class Accounts:
         w = self._advance(now_s, worker)
         w.settle()
         w.tokens += tokens
-        if tokens_of:
-            w.tokens_of.update(tokens_of)
+        w.tokens_of.update(tokens_of or {})
 
     def moved_in(
         self,

@@ -64,6 +64,7 @@ class Scenario:
     quantum_s: float
     """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
     policies: Mapping[str, SimulatedPolicy]
+    """By name, the first one first."""
     base_services: Mapping[str, StepTime]
     """By base: step times of workers that have it, if they differ from those of `worker`."""
     worker: MachineKind
@@ -77,11 +78,6 @@ class Scenario:
     sessions: SessionShape = ONE_TURN
     rules: Rules = OWN_RULES
     """What the controller decides by."""
-
-    @property
-    def lead(self) -> SimulatedPolicy:
-        """The first policy."""
-        return self.policies[self.real.names()[0]]
 
 
 def build(recipe: Recipe) -> Scenario:

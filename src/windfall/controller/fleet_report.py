@@ -86,10 +86,8 @@ class _PolicySteps:
     base: str
     bound: int
     """Its rollout.staleness."""
-    staleness: dict[str, Any] | None = None
-    """Of the last step, as the snapshot shows it."""
-    train_wait_s: float | None = None
-    """Of the last step."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """Fields of the event of the last step."""
     tokens: int = 0
     """Tokens of all policies since its last step."""
     others_s: float = 0.0
@@ -131,7 +129,7 @@ class FleetReport:
         step that ended now. `step`: fields of its event, which are shown in the next snapshots. `done`: it was the last
         step of this policy."""
         own = self._policies[policy]
-        own.staleness, own.train_wait_s = _shown(step, own.bound), step["train_wait_s"]
+        own.last = step
         c, p = self._dispatch.ledger.counts, self._dispatch.members.prefill
         now = {
             "prefilled": p.prefilled, "prefill_saved": p.reused, "prefix_lookups": p.lookups, "prefix_hits": p.hits,
@@ -200,7 +198,7 @@ class FleetReport:
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: StepMeasurement, now_s: float, policy: _PolicySteps) -> None:
-        held_s = (policy.staleness or {}).get("held_s") or 0.0
+        held_s = policy.last["held_s"] if policy.bound else 0.0
         for kind, a in self._advisor.step(last, now_s, held_s).items():
             self._events.instant(
                 "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
@@ -251,19 +249,20 @@ class FleetReport:
         """A policy in the snapshot. `step` is None if it is not trained."""
         offer, own = self._dispatch.versions[name].offer, self._policies[name]
         return {
-            "step": step, "version": offer.version if offer else None, "staleness": own.staleness,
-            "train_wait_s": own.train_wait_s, "weights": self._dispatch.weights.directories[name].traffic.describe(),
+            "step": step, "version": offer.version if offer else None, "staleness": _staleness(own),
+            "train_wait_s": own.last.get("train_wait_s"),
+            "weights": self._dispatch.weights.directories[name].traffic.describe(),
         }  # fmt: skip
 
 
-def _shown(step: dict[str, Any], bound: int) -> dict[str, Any] | None:
-    """`staleness` of the snapshot, from the fields of a step. None: the policy is trained synchronously."""
-    if not bound:
+def _staleness(policy: _PolicySteps) -> dict[str, Any] | None:
+    """`staleness` of the snapshot. None: the policy has made no step, or is trained synchronously."""
+    if not (policy.last and policy.bound):
         return None
-    values = {key: step[name] for key, name in STALENESS.items()}
+    values = {key: policy.last[name] for key, name in STALENESS.items()}
     # A mean over no responses is NaN, which JSON does not have.
     finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
-    return {"bound": bound, "counts": step["staleness_counts"], **finite}
+    return {"bound": policy.bound, "counts": policy.last["staleness_counts"], **finite}
 
 
 def _lender(member: Member) -> dict[str, Any]:

@@ -169,8 +169,7 @@ class RunHistory:
         if e["kind"] != "scalar":
             return
         policy, self.step = self._policy(e), e["step"]
-        usd = self.costs.since_shown(e.get("policy", "")) if _has_price(e) else None
-        policy.add(e, self._seconds(e["t"]), usd, simulated=self.simulated)
+        policy.add(e, self._seconds(e["t"]), self.costs.since_shown(e.get("policy", "")), simulated=self.simulated)
         notes = (long_responses.drafts(e), long_responses.predicted(e.get("predicted") or {}), *self._weights.values())
         self.notes = [clean(note, MAX_TEXT) for note in notes if note]
 
@@ -361,8 +360,3 @@ def _short(event: Event, limit: int = MAX_TEXT) -> dict[str, Any]:
         if len(out) >= 24:
             break
     return out
-
-
-def _has_price(event: Event) -> bool:
-    holders = (event.get("bill") or {}).get("holders") or {}
-    return any(account.get("usd") for account in holders.values())

@@ -23,6 +23,7 @@ LEARNED = ("reward", "entropy", "grad_norm", "engine_gap", "kl", "drift")
 """Columns that mean nothing in a simulation."""
 MAX_POINTS = 2048
 MAX_EVALS, MAX_STALENESS = 512, 64
+UNCHANGED = 1 << 60
 MAX_EXACT = 1 << 53
 """Numbers of this size and more are not exact in a browser, and longer ones cannot be encoded."""
 
@@ -42,8 +43,8 @@ class PolicySeries:
         self.staleness = [0] * MAX_STALENESS
         self._merging = 0
         """Steps in the last point."""
-        self._changed_from: int | None = 0
-        """First point that may have changed since `changes` was last called; None if nothing has."""
+        self._changed_from = 0
+        """First point that may have changed since `changes` was last called; UNCHANGED if nothing has."""
 
     def add(self, e: Event, seconds: float, usd: float | None, *, simulated: bool) -> None:
         """A step has ended, this many seconds after the start."""
@@ -69,7 +70,7 @@ class PolicySeries:
             self._merging = 1
             for name, column in self.columns.items():
                 column.append(values[name])
-        self._changed(len(steps) - 1)
+        self._changed_from = min(self._changed_from, len(steps) - 1)
         if len(steps) >= 2 * MAX_POINTS and self._merging == self.stride:  # the last point is complete
             for name, column in self.columns.items():
                 pairs = zip(column[::2], column[1::2], strict=True)
@@ -85,17 +86,14 @@ class PolicySeries:
         for column in self.columns.values():
             del column[keep:]
         self._merging = self.stride
-        self._changed(keep)
+        self._changed_from = min(self._changed_from, keep)
         self.evals = deque((v for v in self.evals if v[0] <= step), maxlen=MAX_EVALS)
-
-    def _changed(self, first: int) -> None:
-        self._changed_from = first if self._changed_from is None else min(self._changed_from, first)
 
     def changes(self) -> dict[str, Any] | None:
         """The points that have changed since the last call."""
-        if self._changed_from is None:
+        if self._changed_from == UNCHANGED:
             return None
-        first, self._changed_from = max(0, min(self._changed_from, len(self.columns["step"]) - 1)), None
+        first, self._changed_from = max(0, min(self._changed_from, len(self.columns["step"]) - 1)), UNCHANGED
         return {"from": first, **{name: column[first:] for name, column in self.columns.items()}}
 
     def describe(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
 from windfall.plan.model.cluster import Kind
-from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload, WorkPart
+from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload
 from windfall.plan.search.plan import PlanRequest, RunPlan
 
 
@@ -44,16 +44,14 @@ def _bases(request: PlanRequest) -> list[str]:
     work, lines = request.work, list[str]()
     if not isinstance(work, AddedWorkload):
         return lines
-    for base in [WorkPart(work.parts[0].name, work)] if work.one_base else work.parts:
-        share = base.tokens / work.mean_tokens
-        own = base.work.parts if isinstance(base.work, AddedWorkload) else [base]
-        memory = f"{VALUE_BYTES * base.work.shape.parameters / 1e9:.3g} GB in every engine"
-        if base.work.adapter_parameters:
-            adapters = VALUE_BYTES * base.work.adapter_parameters / 1e9
-            memory += f", and {adapters:.2g} GB of adapters"
+    for base in [work] if work.one_base else work.parts:
+        names = [part.policy for part in base.parts] if isinstance(base, AddedWorkload) else [base.policy]
+        memory = f"{VALUE_BYTES * base.shape.parameters / 1e9:.3g} GB in every engine"
+        if base.adapter_parameters:
+            memory += f", and {VALUE_BYTES * base.adapter_parameters / 1e9:.2g} GB of adapters"
         lines.append(
-            f"base {base.name}: {' and '.join(part.name for part in own)}; {memory}; "
-            f"{base.tokens * work.responses:,.0f} tokens a step, {share:.0%} of the workers"
+            f"base {base.policy}: {' and '.join(names)}; {memory}; "
+            f"{base.tokens:,.0f} tokens a step, {base.tokens / work.tokens:.0%} of the workers"
         )
     return lines
 

@@ -46,5 +46,4 @@ def sim(
     if len(what) > 1:
         fix = "Simulate one recipe at a time."
         raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
-    recipe = load_recipe(Path(what[0]), set)
-    variants.main(recipe, seeds=seeds, names=compare, out=out)
+    variants.main(load_recipe(Path(what[0]), set), seeds=seeds, names=compare, out=out)

@@ -125,8 +125,8 @@ def test_dollars_of_policies_add_up_to_the_bill(
         costs.add(event("span", "train", policy=policy, step=1, s=train_s))
         made = msgspec.to_builtins(Totals(holders=holders, trainers={base: trainer}))
         costs.add(event("scalar", name, policy=policy, step=1, bill=made))
-        shown += costs.since_shown(policy)
-    shown += sum(costs.since_shown(policy) for policy in ("solver", "verifier", "judge"))
+        shown += costs.since_shown(policy) or 0.0
+    shown += sum(costs.since_shown(policy) or 0.0 for policy in ("solver", "verifier", "judge"))
     assert sum(costs.usd_of().values()) == pytest.approx(costs.bill.all.total_usd)
     assert shown == pytest.approx(costs.bill.all.total_usd)
 

@@ -220,8 +220,7 @@ class Accounts:
         w = self._advance(now_s, worker)
         w.settle()
         w.tokens += tokens
-        if tokens_of:
-            w.tokens_of.update(tokens_of)
+        w.tokens_of.update(tokens_of or {})
 
     def moved_in(
         self,
@@ -311,12 +310,11 @@ class Accounts:
     def totals(self, now_s: float) -> Totals:
         """The totals of the run so far."""
         by_holder: dict[Holder, list[Account]] = {h: [a] for h, a in self._gone.holders.items()}
-        for w in self._here.values():
-            by_holder.setdefault(w.holder, []).append(w.account(now_s))
         trainers = {base: [a] for base, a in self._gone.trainers.items()}
         for w in self._here.values():
+            by_holder.setdefault(w.holder, []).append(account := w.account(now_s))
             if w.base:
-                trainers.setdefault(w.base, []).append(w.account(now_s))
+                trainers.setdefault(w.base, []).append(account)
         if self.traffic_usd:
             by_holder["traffic"] = [Account(usd={"traffic": self.traffic_usd})]
         return Totals(

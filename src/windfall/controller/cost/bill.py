@@ -51,11 +51,10 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 def priced(
     seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int, tokens_of: dict[str, int] | None = None
 ) -> Account:
-    of = dict(tokens_of or {})
+    account = Account(seconds=seconds, tokens=tokens, tokens_of=dict(tokens_of or {}))
     if usd_per_h is None:
-        return Account(seconds=seconds, tokens=tokens, unpriced_s=sum(seconds.values()), tokens_of=of)
-    usd: dict[Bucket, float] = {b: s * usd_per_h / 3600 for b, s in seconds.items()}
-    return Account(seconds=seconds, usd=usd, tokens=tokens, tokens_of=of)
+        return msgspec.structs.replace(account, unpriced_s=sum(seconds.values()))
+    return msgspec.structs.replace(account, usd={b: s * usd_per_h / 3600 for b, s in seconds.items()})
 
 
 class Gathering(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,9 +240,7 @@ def add(*accounts: Account) -> Account:
             for bucket, amount in part.items():
                 total[bucket] = total.get(bucket, 0.0) + amount
     tokens, unpriced_s = sum(a.tokens for a in accounts), sum(a.unpriced_s for a in accounts)
-    tokens_of: Counter[str] = Counter()
-    for account in accounts:
-        tokens_of.update(account.tokens_of)
+    tokens_of = sum((Counter(a.tokens_of) for a in accounts if a.tokens_of), Counter[str]())
     return Account(seconds=seconds, usd=usd, tokens=tokens, unpriced_s=unpriced_s, tokens_of=dict(tokens_of))
 
 

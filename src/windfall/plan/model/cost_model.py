@@ -206,11 +206,10 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     """Training with FSDP on `gpus` GPUs, `per_machine` of them in one machine; raises DoesNotFit. Several bases have
     equal numbers of them, and the slowest trainer counts."""
     if isinstance(work, AddedWorkload) and not work.one_base:
-        trained_parts = [part.work for part in work.parts if part.trained]
-        count = len(trained_parts)
+        count = sum(part.trained for part in work.parts)
         if gpus % count:
             raise DoesNotFit(f"{gpus} {gpu.name} cannot be divided equally among {count} trainers")
-        each = [fsdp(part, gpu, gpus // count, per_machine, network, e) for part in trained_parts]
+        each = [fsdp(part, gpu, gpus // count, per_machine, network, e) for part in work.parts if part.trained]
         slowest = max(each, key=lambda trained: trained.step_s)
         memory = max(trained.memory_bytes for trained in each)
         sent = sum(trained.sent_bytes for trained in each)

@@ -10,9 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import chain
 from statistics import NormalDist
-from typing import NamedTuple
 
 from windfall.errors import WindfallError, nearest
 from windfall.trainer.ranks.rank_budget import ModelShape
@@ -153,6 +151,11 @@ class Workload:
     """Bytes of a pull, as a share of a full copy (`delta_share`)."""
     kv_value_bytes: int = VALUE_BYTES
     """Bytes of a value in the KV cache of a worker (`engine.kv_dtype`)."""
+    policy: str = ""
+    """The policy whose work it is; of several, the first."""
+    share: float = 1.0
+    """Conversations per response, on average."""
+    trained: bool = True
 
     @property
     def responses(self) -> int:
@@ -195,17 +198,17 @@ class Workload:
     @property
     def tokens(self) -> float:
         """Response tokens per step."""
-        return self.responses * self.mean_tokens
+        return self.responses * self.share * self.mean_tokens
 
     @property
     def trained_tokens(self) -> float:
         """Tokens per step that a trainer computes, prompts included."""
-        return self.responses * (self.mean_tokens + self.prompt_tokens)
+        return self.trained * self.responses * self.share * (self.mean_tokens + self.prompt_tokens)
 
     @property
     def trainer_tokens(self) -> float:
         """Response tokens per step of the trainer that has the most."""
-        return self.tokens
+        return self.trained * self.tokens
 
     @property
     def weights_bytes(self) -> float:
@@ -222,107 +225,80 @@ class Workload:
         return self.delta * self.update_bytes
 
 
-class WorkPart(NamedTuple):
-    """What one policy, or all policies of one base, add to the work of a run."""
-
-    name: str
-    work: Workload
-    share: float = 1.0
-    """Conversations per response, on average."""
-    trained: bool = True
-
-    @property
-    def tokens(self) -> float:
-        """Sampled tokens per response."""
-        return self.share * self.work.mean_tokens
-
-    @property
-    def trained_tokens(self) -> float:
-        """Tokens per response that a trainer computes, prompts included."""
-        return self.trained * self.share * (self.work.mean_tokens + self.work.prompt_tokens)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedWorkload(Workload):
     """The work of several policies, for a step of the first one. Roles speak one after the other, so a step has as many
     responses at once as with one policy, and each is longer. Fields that are not added up are those of the largest."""
 
-    parts: tuple[WorkPart, ...]
+    parts: tuple[Workload, ...]
     one_base: bool
     """All parts are policies on one base: one trainer, and every engine has all of them. Otherwise each part is a base
     with a trainer of its own, the training GPUs are divided equally, and an engine has one of them."""
 
     @property
-    def policies(self) -> tuple[WorkPart, ...]:
-        each = ((p.work.policies if isinstance(p.work, AddedWorkload) else (p,)) for p in self.parts)
-        return self.parts if self.one_base else tuple(chain.from_iterable(each))
-
-    @property
     def mean_tokens(self) -> float:
-        return sum(part.tokens for part in self.parts)
+        return sum(part.share * part.mean_tokens for part in self.parts)
 
     @property
     def mean_context(self) -> float:
         """A role speaks for as long as it has tokens."""
-        return sum(part.tokens * part.work.mean_context for part in self.parts) / self.mean_tokens
+        return sum(part.tokens * part.mean_context for part in self.parts) / self.tokens
 
     @property
     def mean_trained_context(self) -> float:
-        contexts = sum(part.trained_tokens * part.work.mean_trained_context for part in self.parts)
-        return contexts / sum(part.trained_tokens for part in self.parts)
+        return sum(part.trained_tokens * part.mean_trained_context for part in self.parts) / self.trained_tokens
 
     @property
     def trained_tokens(self) -> float:
-        return self.responses * sum(part.trained_tokens for part in self.parts)
+        return sum(part.trained_tokens for part in self.parts)
 
     @property
     def longest_tokens(self) -> float:
         """The longest conversation of one of them, with those of the others as long as usual."""
-        return max(self.mean_tokens + part.work.longest_tokens - part.tokens for part in self.parts)
+        return self.mean_tokens + max(part.longest_tokens - part.share * part.mean_tokens for part in self.parts)
 
     @property
     def weights_bytes(self) -> float:
         """Of an engine: the base, with all adapters beside each other."""
         if self.one_base:
             return VALUE_BYTES * (self.shape.parameters + self.adapter_parameters)
-        return max(part.work.weights_bytes for part in self.parts)
+        return max(part.weights_bytes for part in self.parts)
 
     @property
     def update_bytes(self) -> float:
         """What an engine gets in a step."""
         if self.one_base:
             return VALUE_BYTES * (self.adapter_parameters or self.shape.parameters)
-        return max(part.work.update_bytes for part in self.parts)
+        return max(part.update_bytes for part in self.parts)
 
     @property
     def trainer_tokens(self) -> float:
-        trained = [part.tokens for part in self.parts if part.trained]
-        return self.responses * (sum(trained) if self.one_base else max(trained))
+        return (sum if self.one_base else max)(part.trainer_tokens for part in self.parts)
 
 
-def add_up(parts: Sequence[WorkPart], *, one_base: bool) -> Workload:
+def add_up(parts: Sequence[Workload], *, one_base: bool) -> Workload:
     """The work of several policies on one base, or of several bases. One is itself.
 
     >>> shape = MODELS["Qwen3-8B"]
     >>> one = Workload(shape=shape, sigma=0.0, median_tokens=100, prompt_tokens=10, adapter_parameters=10**7)
-    >>> both = add_up([WorkPart("solver", one, 1.5), WorkPart("verifier", one)], one_base=True)
+    >>> from dataclasses import replace
+    >>> both = add_up([replace(one, share=1.5), one], one_base=True)
     >>> both.tokens / one.tokens, both.mean_context == one.mean_context, both.update_bytes / one.update_bytes
     (2.5, True, 2.0)
     """
-    if len(parts) == 1 and parts[0].share == 1 and parts[0].trained:
-        return parts[0].work
-    works = [part.work for part in parts]
-    largest = max(works, key=lambda work: work.shape.parameters)
-    own = {f.name: getattr(largest, f.name) for f in fields(Workload)}
-    own |= {
-        "groups": works[0].groups,
-        "staleness": works[0].staleness,
-        "prompt_tokens": round(sum(part.share * part.work.prompt_tokens for part in parts)),
-        "max_tokens": max(work.max_tokens for work in works),
-        "adapter_parameters": sum(work.adapter_parameters for work in works)
-        if one_base
-        else largest.adapter_parameters,
-        "delta": max(work.delta for work in works),
-        "kl": any(work.kl for work in works),
+    first, largest = parts[0], max(parts, key=lambda part: part.shape.parameters)
+    if len(parts) == 1 and first.share == 1:
+        return first
+    own = {f.name: getattr(largest, f.name) for f in fields(Workload)} | {
+        "policy": first.policy,
+        "share": 1.0,
+        "trained": any(part.trained for part in parts),
+        "staleness": first.staleness,
+        "prompt_tokens": round(sum(part.share * part.prompt_tokens for part in parts)),
+        "max_tokens": max(part.max_tokens for part in parts),
+        "delta": max(part.delta for part in parts),
+        "kl": any(part.kl for part in parts),
     }
+    if one_base:
+        own["adapter_parameters"] = sum(part.adapter_parameters for part in parts)
     return AddedWorkload(parts=tuple(parts), one_base=one_base, **own)

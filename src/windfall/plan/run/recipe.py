@@ -28,15 +28,7 @@ from windfall.errors import WindfallError, install_command
 from windfall.events.log import read
 from windfall.models import load
 from windfall.plan.model.cluster import PROVIDERS, Kind
-from windfall.plan.model.workload import (
-    VALUE_BYTES,
-    AddedWorkload,
-    Workload,
-    WorkPart,
-    add_up,
-    delta_share,
-    hub_id,
-)
+from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload, Workload, add_up, delta_share, hub_id
 from windfall.plan.model.workload import model as find_model
 from windfall.plan.search.plan import PlacedMachine, PlanRequest, RunPlan, pull_alone
 from windfall.providers.trace_formats import Change
@@ -100,8 +92,11 @@ def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
 
 def _policy_keys(work: AddedWorkload) -> dict[str, Any]:
     """Keys of [sim] that are there for several policies."""
-    tokens = ("median_tokens", "sigma", "prompt_tokens")
-    own = {p.name: SimPolicy(**{key: getattr(p.work, key) for key in tokens}) for p in work.policies}
+    own = {
+        p.policy: SimPolicy(median_tokens=p.median_tokens, sigma=p.sigma, prompt_tokens=p.prompt_tokens)
+        for part in work.parts
+        for p in (part.parts if isinstance(part, AddedWorkload) else (part,))
+    }
     sizes = {"weights_bytes": float(work.weights_bytes), "adapter_bytes": work.update_bytes / len(own)}
     return {"policies": own, **(sizes if work.one_base and work.adapter_parameters else {})}
 
@@ -171,18 +166,13 @@ def run_workload(base: Recipe) -> Workload:
     for n, (role, probability) in enumerate(script):
         so_far *= probability if n else 1.0
         said[policy_of(role)] += so_far
-    works = {name: replace(_policy_workload(base, name), groups=base.rollout.groups) for name in base.names()}
-    bases = []
-    for name, policies in base.bases().items():
-        parts = [WorkPart(policy, works[policy], said[policy], base.is_trained(policy)) for policy in policies]
-        trained = any(part.trained for part in parts)
-        bases.append(WorkPart(name, add_up(parts, one_base=True), trained=trained))
-    return bases[0].work if len(bases) == 1 else add_up(bases, one_base=False)
 
+    def part(policy: str) -> Workload:
+        view = base.of(policy).model_copy(update={"sim": of_policy(base.sim, policy)})
+        own = {"policy": policy, "share": said[policy], "trained": base.is_trained(policy)}
+        return replace(recipe_workload(view), groups=base.rollout.groups, **own)
 
-def _policy_workload(base: Recipe, name: str) -> Workload:
-    view = base.of(name)
-    return recipe_workload(view.model_copy(update={"sim": of_policy(base.sim, name)}))
+    return add_up([add_up([*map(part, names)], one_base=True) for names in base.bases().values()], one_base=False)
 
 
 def _adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -415,11 +405,7 @@ def simulate(plan: RunPlan, request: PlanRequest, base: Recipe) -> Simulated:
             counted = event_log.steps_of(events, policy)[SIM_SKIP : SIM_SKIP + SIM_STEPS]
             if counted:  # otherwise it is not trained
                 tok_per_s += sum(e["trained"] for e in counted) * world.granule / sum(e["s"] for e in counted)
-    return Simulated(
-        tok_per_s=tok_per_s,
-        trainer_idle=whole.trainer_idle,
-        workers_idle=whole.workers_idle,
-    )
+    return Simulated(tok_per_s=tok_per_s, trainer_idle=whole.trainer_idle, workers_idle=whole.workers_idle)
 
 
 def _simulated_recipe(plan: RunPlan, request: PlanRequest, base: Recipe) -> Recipe:

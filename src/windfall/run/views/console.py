@@ -194,7 +194,7 @@ class Console:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
         extras, policy = "", e.get("policy", "")
         bill, usd = bill_of(e).all, self._costs.since_shown(policy)
-        if bill.usd and e["trained"]:
+        if usd is not None and e["trained"]:
             extras += f"  {'>' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
         # With several policies, those that wait much do so for the others.
         last = figures.staleness(e) or (figures.waits(e) if policy else [])

@@ -37,8 +37,10 @@ class PolicyCosts:
         """Dollars by policy. They add up to the bill."""
         return self.bill.usd_of(self._bases, self.train_s)
 
-    def since_shown(self, policy: str) -> float:
-        """Dollars of the policy since the last call."""
+    def since_shown(self, policy: str) -> float | None:
+        """Dollars of the policy since the last call. None: no prices are known."""
+        if not self.bill.all.usd:
+            return None
         before = self._shown.get(policy, 0.0)
         self._shown[policy] = now = self.usd_of().get(policy, 0.0)
         return now - before

@@ -34,22 +34,18 @@ def spark(values: list[float], width: int = 30) -> str:
 
 def summarize(events: list[Event]) -> list[Labeled]:
     """A summary in a few lines of rich markup, for a run that finished, was stopped, or died."""
-    costs, scalars = PolicyCosts(), [e for e in events if e["kind"] == "scalar"]
+    costs, scalars = PolicyCosts(), dict[str, list[Event]]()
     for event in events:
         costs.add(event)
-    steps = [e for e in scalars if e["name"] == "step"]
-    policies = dict.fromkeys(e.get("policy", "") for e in scalars if e["name"] in ("step", "eval"))
+        if event["kind"] == "scalar" and event["name"] in ("step", "eval"):
+            scalars.setdefault(event.get("policy", ""), []).append(event)
+    steps, usd_of = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"], costs.usd_of()
 
-    def each(part: Callable[[list[Event], list[Event]], list[Labeled]]) -> list[Labeled]:
+    def each(part: Callable[[list[Event]], list[Labeled]]) -> list[Labeled]:
         """This part for every policy."""
-        out: list[Labeled] = []
-        for policy in policies or [""]:
-            own, own_steps = ([e for e in found if e.get("policy", "") == policy] for found in (events, steps))
-            out += [(f"{policy}: {label}" if policy else label, text) for label, text in part(own, own_steps)]
-        return out
+        return [(f"{p}: {label}" if p else label, text) for p, own in scalars.items() for label, text in part(own)]
 
-    usd_of = costs.usd_of()
-    named = [(p, _policy([e for e in steps if e["policy"] == p], usd_of.get(p))) for p in policies if p]
+    named = [(p, _policy([e for e in own if e["name"] == "step"], usd_of.get(p))) for p, own in scalars.items() if p]
     learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness)]
     return [*learned, *_fleet(events, steps), *_cost(costs, steps)]
 
@@ -62,9 +58,10 @@ def _policy(steps: list[Event], usd: float | None) -> str:
     return f"{len(steps)} steps, {trained:,} tokens trained{cost}; waited {waited} of the time for responses"
 
 
-def _rewards(events: list[Event], steps: list[Event]) -> list[Labeled]:
+def _rewards(scalars: list[Event]) -> list[Labeled]:
     out: list[Labeled] = []
-    evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
+    steps = [e for e in scalars if e["name"] == "step"]
+    evals = [e for e in scalars if e["name"] == "eval" and e["reward"] is not None]
     if len(evals) > 1:
         first, last = evals[0], evals[-1]
         on = f", on {escape(last['on'])}" if last.get("on") else ""
@@ -99,7 +96,7 @@ def _tokens(steps: list[Event]) -> list[Labeled]:
     return out
 
 
-def _staleness(events: list[Event], steps: list[Event]) -> list[Labeled]:
+def _staleness(steps: list[Event]) -> list[Labeled]:
     """Nothing for a synchronous run. A run that became asynchronous when it was resumed counts only those steps."""
     steps = [e for e in steps if "staleness_mean" in e]
     if not steps:

@@ -58,10 +58,7 @@ class Simulation:
         self._sinks = sinks
         self._clock = clock
         self.token_schedule = TokenSchedule(
-            {name: policy.tokens for name, policy in scenario.policies.items()},
-            granule=scenario.granule,
-            sessions=scenario.sessions,
-            acceptance=_acceptance(s),
+            scenario.policies, granule=scenario.granule, sessions=scenario.sessions, acceptance=_acceptance(s)
         )
         self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
         self.trainers: dict[str, LinkedTrainer] = {}
@@ -84,12 +81,13 @@ class Simulation:
         stores = [WeightStore(net=net, location=f"trainer{suffix}", region=w.region, up_per_s=s.egress_bytes_per_s)]
         if w.bucket:
             stores.append(WeightStore(net=net, location=f"{w.bucket}{suffix}", region=w.region))
-        shared = any(policy and recipe.of(policy).train.lora is not None for policy in policies) or len(policies) > 1
+        shared = len(policies) > 1 or (name and recipe.of(name).train.lora is not None)
         file = m.FileRef(digest=f"base of {name}", nbytes=round(s.weights_bytes)) if shared else None
         return SimBase(name=name, stores=stores, turn=turn, file=file)
 
     def _trainer(self, policy: str, base: SimBase) -> LinkedTrainer:
         scenario, view, s = self.scenario, self.scenario.recipe.of(policy), self.scenario.real.sim
+        facts = {"device": "simulated", "granule": scenario.granule, "seed": view.run.seed}
         trainer = self.trainer_class(
             scenario.policies[policy].trainer,
             self.token_schedule,
@@ -100,11 +98,8 @@ class Simulation:
             delta_bytes=s.delta_bytes if base.file is None else 0.0,
             save_s=s.save_s,
             micro_tokens=view.train.micro_tokens,
-            facts={
-                "device": "simulated", "granule": scenario.granule, "seed": view.run.seed,
-                "machine": "simulated trainer",
-            },
-        )  # fmt: skip
+            facts={**facts, "machine": "simulated trainer"},
+        )
         trainer.local = self.fleet.local
         trainer.attend = self._attend_trainer
         trainer.on_start = self.fleet.start_local
@@ -157,8 +152,7 @@ class Simulation:
             loop.call_later(max(0.0, s.seconds - loop.time()), self.stop)
         g = self.scenario.granule
         texts = {
-            name: SimText(max(2, round(policy.tokens.prompt_tokens / g)), g)
-            for name, policy in self.scenario.policies.items()
+            name: SimText(max(2, round(policy.prompt_tokens / g)), g) for name, policy in self.scenario.policies.items()
         }
 
         def counters() -> dict[str, Any]:

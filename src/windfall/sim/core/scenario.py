@@ -48,10 +48,9 @@ class MachineKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedPolicy:
+class SimulatedPolicy(PolicyTokens):
     base: str
     trainer: StepTime
-    tokens: PolicyTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +64,7 @@ class Scenario:
     quantum_s: float
     """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
     policies: Mapping[str, SimulatedPolicy]
+    """By name, the first one first."""
     base_services: Mapping[str, StepTime]
     """By base: step times of workers that have it, if they differ from those of `worker`."""
     worker: MachineKind
@@ -78,16 +78,6 @@ class Scenario:
     sessions: SessionShape = ONE_TURN
     rules: Rules = OWN_RULES
     """What the controller decides by."""
-
-    @property
-    def lead(self) -> SimulatedPolicy:
-        """The first policy."""
-        return self.policies[self.real.names()[0]]
-
-    @property
-    def longest(self) -> int:
-        """Real tokens of the longest conversation, prompt included."""
-        return max(p.tokens.prompt_tokens + p.tokens.max_tokens for p in self.policies.values())
 
 
 def build(recipe: Recipe) -> Scenario:
@@ -120,36 +110,26 @@ def build(recipe: Recipe) -> Scenario:
 def of_policy(s: Sim, policy: str) -> Sim:
     """The section as this policy sees it: with the keys of its own section."""
     own = s.policies.get(policy, SimPolicy())
-    keys = {
-        key: value for key in ("median_tokens", "sigma", "prompt_tokens") if (value := getattr(own, key)) is not None
-    }
-    return s.model_copy(
-        update={
-            "trainer": {**s.trainer, **own.trainer},
-            "worker": {**s.worker, **own.worker} if own.worker else s.worker,
-            **keys,
-        }
-    )
+    services = {"trainer": {**s.trainer, **own.trainer}, "worker": {**s.worker, **own.worker}}
+    return s.model_copy(update=own.model_dump(exclude_none=True) | services)
 
 
 def _policy(recipe: Recipe, name: str, own: Sim, base: str) -> SimulatedPolicy:
     """`own`: the section [sim] as the policy sees it."""
-    tokens = PolicyTokens(
-        lengths=_lengths(own), prompt_tokens=own.prompt_tokens, max_tokens=recipe.of(name).rollout.max_tokens
-    )
     where = f"sim.policies.{name}.trainer" if recipe.sim.trainer != own.trainer else "sim.trainer"
-    return SimulatedPolicy(base=base, trainer=service(own.trainer, where), tokens=tokens)
+    return SimulatedPolicy(
+        base=base, trainer=service(own.trainer, where), lengths=_lengths(own), prompt_tokens=own.prompt_tokens,
+        max_tokens=recipe.of(name).rollout.max_tokens,
+    )  # fmt: skip
 
 
 def _check_policies(recipe: Recipe) -> None:
     s, names = recipe.sim, recipe.names()
-    for name in s.policies:
-        if name not in recipe.policies:
-            raise WindfallError(f"unknown policy {name!r}", where="sim.policies", fix=nearest(name, recipe.policies))
     roles = [policy_of(role) for role, _ in s.script]
-    for name in roles:
-        if name not in names:
-            raise WindfallError(f"unknown policy {name!r}", where="sim.script", fix=nearest(name, names))
+    for where, given, known in (("sim.policies", s.policies, recipe.policies), ("sim.script", roles, names)):
+        for name in given:
+            if name not in known:
+                raise WindfallError(f"unknown policy {name!r}", where=where, fix=nearest(name, known))
     silent = [name for name in names if roles and name not in roles and recipe.is_trained(name)]
     if silent:
         fix = "Add a role of this policy, or set `frozen` for it."
@@ -160,7 +140,7 @@ def _check_policies(recipe: Recipe) -> None:
         fix = "Remove sim.kinds or `worker` of the policies."
         raise WindfallError("machines of a kind have the same speed for all policies", where="sim.policies", fix=fix)
     for base, policies in recipe.bases().items():
-        if len({tuple(sorted(of_policy(s, name).worker.items())) for name in policies}) > 1:
+        if any(of_policy(s, name).worker != of_policy(s, base).worker for name in policies):
             fix = f"Give {' and '.join(policies)} the same `worker`: one engine has all of them."
             raise WindfallError("policies on one base differ in their workers", where=f"sim.policies.{base}", fix=fix)
 
@@ -192,22 +172,16 @@ def with_keys(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]]) -> Reci
 def scaled(recipe: Recipe, granule: int) -> Recipe:
     """Convert the recipe's token limits from real to simulated tokens."""
 
-    def simulated_limits(keys: Mapping[str, Any]) -> dict[str, int]:
-        out = {}
-        if "max_tokens" in keys:
-            out["max_tokens"] = simulated(keys["max_tokens"], granule)
-        if "micro_tokens" in keys:
-            out["micro_tokens"] = max(1, round((keys["micro_tokens"] or MICRO_TOKENS) / granule))
-        return out
+    def limits(view: Recipe) -> dict[str, dict[str, int]]:
+        micro_tokens = max(1, round((view.train.micro_tokens or MICRO_TOKENS) / granule))
+        max_tokens = simulated(view.rollout.max_tokens, granule)
+        return {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}}
 
-    policies = {
-        name: own.model_copy(
-            update={key: {**getattr(own, key), **simulated_limits(getattr(own, key))} for key in ("rollout", "train")}
-        )
-        for name, own in recipe.policies.items()
-    }
-    limits = {key: simulated_limits(dict(getattr(recipe, key))) for key in ("rollout", "train")}
-    return with_keys(recipe, limits).model_copy(update={"policies": policies})
+    policies = {}
+    for name, own in recipe.policies.items():
+        keys = {section: {**getattr(own, section), **more} for section, more in limits(recipe.of(name)).items()}
+        policies[name] = own.model_copy(update=keys)
+    return with_keys(recipe, limits(recipe)).model_copy(update={"policies": policies})
 
 
 def service(keys: dict[str, float], where: str) -> StepTime:

@@ -30,10 +30,8 @@ class SimEnv:
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         """The next observation, or the rewards."""
         id_token, first = int(turns[0].text), turns[0].text
-        own = [turn for turn in turns if turn.role]
-        grade: dict[str, Any] = {"reward": self.reward(task.id, "", first)}
-        if own:
-            grade = {"rewards": {turn.role: self.reward(task.id, turn.role, first) for turn in own}}
+        rewards = {turn.role: self.reward(task.id, turn.role, first) for turn in turns}
+        grade: dict[str, Any] = {"reward": rewards[""]} if "" in rewards else {"rewards": rewards}
         role = self._sessions.follows(id_token, len(turns))
         if role is not None:
             await asyncio.sleep(self._sessions.seconds(id_token, len(turns) - 1))

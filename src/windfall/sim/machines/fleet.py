@@ -92,8 +92,9 @@ class SimFleet:
         f, s = self._scenario.real.fleet, self._scenario.real.sim
         if f.local:
             lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
+            first = next(iter(self._scenario.policies.values()))
             spec = WorkerSpec(
-                name=LOCAL, lease=lease, service=self._scenario.lead.trainer, slots=s.trainer_slots,
+                name=LOCAL, lease=lease, service=first.trainer, slots=s.trainer_slots,
                 heartbeat_s=f.heartbeat_s, quantum_s=self._scenario.quantum_s, make_link=self.make_link,
             )  # fmt: skip
             self._start(LOCAL, spec, started_s)
@@ -186,7 +187,7 @@ class SimFleet:
 
 def longest(scenario: Scenario, kv_tokens: int) -> int:
     """Longest response, in simulated tokens, that fits into this KV cache. 0: every length that the recipe allows."""
-    if not kv_tokens or kv_tokens >= scenario.longest:
+    if not kv_tokens or kv_tokens >= max(p.prompt_tokens + p.max_tokens for p in scenario.policies.values()):
         return 0
     return max(1, kv_tokens // scenario.granule)
 

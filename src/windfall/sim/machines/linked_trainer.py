@@ -177,8 +177,7 @@ class LinkedTrainer:
     def _publish(self) -> m.PublishedVersion:
         state = self._completed if self.original is None else self.original.weights.state
         assert state is not None, "no step is complete"
-        digest = f"{self._named}v{state.step}"
-        digest = digest if self.starts < 2 else f"{digest} of process {self.starts}"
+        digest = f"{self._named}v{state.step}" + (f" of process {self.starts}" if self.starts > 1 else "")
         before, self.weights = self.weights.digest, SimWeights(state=state, digest=digest)
         self._drop_samples()
         self._serve_files(before)

@@ -105,7 +105,7 @@ class WeightReading:
     def __init__(
         self, store: WeightStore, load: m.Load, ask: Callable[[m.AskRoute], None], done: Callable[[], None]
     ) -> None:
-        self._store, self._load, self._ask, self._done = store, load, ask, done
+        self._store, self.load, self._ask, self._done = store, load, ask, done
         bases = {each.file.before for each in load.files if not each.file.after}
         here = bases & {file.digest for file in store.complete}  # the load of another policy has brought the base
         self._files = [each for each in load.files if each.file.digest not in here]
@@ -127,10 +127,7 @@ class WeightReading:
             others = [file for file in store.complete if not file.after and file not in own]
             deltas = [file for file in store.complete if file.after][-MAX_DELTAS:]
             store.hold([*others, *deltas], [(each.file, self._new_flow(each.file.nbytes)) for each in self._files])
-            self._belong(*(each.file.digest for each in self._files if each.file.digest not in bases))
-
-    def _belong(self, *files: str) -> None:
-        self._store.policies.update(dict.fromkeys(files, self._load.policy))
+            store.policies.update(dict.fromkeys({each.file.digest for each in self._files} - bases, load.policy))
 
     @property
     def digest(self) -> str:
@@ -212,8 +209,8 @@ class WeightReading:
         """Ask for another route, and again until there is one."""
         self._leave(why)
         received = int(self._flow.count_bytes - self._flow.left_bytes)
-        used, policy = tuple(self.used), self._load.policy
-        self._ask(m.AskRoute(file=self.digest, used=used, received=received, policy=policy))
+        used = tuple(self.used)
+        self._ask(m.AskRoute(file=self.digest, used=used, received=received, policy=self.load.policy))
         self.used = []
         self._call_later(ASK_AGAIN_S)
 
@@ -226,7 +223,7 @@ class WeightReading:
         del self._left[file.digest]
         self._store.files[file.digest] = (file, None)
         if not self._left:
-            copy = m.FileRef(digest=self._load.digest, nbytes=0)
+            copy = m.FileRef(digest=self.load.digest, nbytes=0)
             self._store.files.setdefault(copy.digest, (copy, None))
-            self._belong(copy.digest)
+            self._store.policies[copy.digest] = self.load.policy
         self.read()

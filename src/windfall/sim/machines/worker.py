@@ -102,8 +102,6 @@ class SimWorker:
         self._reading: WeightReading | None = None
         self._loads: dict[str, m.Load] = {}
         """By policy: loads that wait for the one of another policy."""
-        self._loading = ""
-        """The policy of the current load, or of the last one."""
         self._prompts: dict[str, set[int]] = {}
         """By policy: groups whose prompt is in the KV cache."""
         self._cache = PrefixCache(spec.kv_tokens)
@@ -193,11 +191,12 @@ class SimWorker:
     def _heartbeat(self, link: SimLink) -> None:
         if link is self.link:
             d, now = self._decode, self._loop.time()
-            received = self._reading.received if self._reading is not None else 0.0
+            reading = self._reading
+            received = reading.received if reading is not None else 0.0
             self._send(
                 m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
                         evictions=d.preemptions, waiting=len(d.waiting),
-                        loading="pull" if self._reading is not None else "", policy=self._loading,
+                        loading="pull" if reading else "", policy=reading.load.policy if reading else "",
                         pulled_bytes=round(self._pulled_bytes + received), reused_tokens=self._reused,
                         prefilled=self._prefilled, lookups=self._lookups, hits=self._hits)
             )  # fmt: skip
@@ -213,7 +212,7 @@ class SimWorker:
                 self.finished = True
                 self._disconnect(message.why)
             case m.Routed():
-                if self._reading is not None and message.policy == self._loading:
+                if self._reading is not None and message.policy == self._reading.load.policy:
                     self._reading.routed(message)
             case m.SiblingTokens():
                 pass  # what a draft saves is part of the simulated speed
@@ -225,11 +224,11 @@ class SimWorker:
             self._queue_order(load)
             return
         self._loads.pop(load.policy, None)
-        if self._reading is not None and load.policy != self._loading:
+        if self._reading is not None and load.policy != self._reading.load.policy:
             self._loads[load.policy] = load
             return
         self._stop_reading()  # superseded by a newer version
-        self._loading, began_s = load.policy, self._loop.time()
+        began_s = self._loop.time()
         if self._base != (base := self.spec.bases.get(load.policy, "")):
             self._base = base
             self._decode = self._new_engine()

@@ -88,7 +88,7 @@ def test_wrong_input_is_rejected(words: list[str], why: str) -> None:
 def test_lengths_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("40\n40\n40\n")
     recipe = load_recipe(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
-    assert build(recipe).lead.tokens.lengths.draw(12, 7) == 40
+    assert build(recipe).policies[""].lengths.draw(12, 7) == 40
 
 
 def test_lengths_from_a_run(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
     found = read_lengths(log)
     assert len(found) == 3 * 8 * 8
     assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
-    assert build(load_recipe(Path(HARVEST), [f"sim.lengths_file={log}"])).lead.tokens.lengths.draw(12, 7) in found
+    assert build(load_recipe(Path(HARVEST), [f"sim.lengths_file={log}"])).policies[""].lengths.draw(12, 7) in found
     log.write_text(log.read_text().replace('"lengths"', '"length"'))
     with pytest.raises(WindfallError, match="not a list of lengths"):
         read_lengths(log)

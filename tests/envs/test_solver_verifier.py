@@ -28,4 +28,4 @@ def test_solver_without_a_result_is_not_verified() -> None:
 def test_recipe_has_both_policies_on_one_base() -> None:
     recipe = load_recipe(Path("recipes/solver-verifier.toml"))
     assert (recipe.names(), recipe.bases()) == (("solver", "verifier"), {"solver": ("solver", "verifier")})
-    assert [recipe.of(name).rollout.max_tokens for name in recipe.names()] == [160, 256]
+    assert [recipe.of(name).rollout.max_tokens for name in recipe.names()] == [96, 160]

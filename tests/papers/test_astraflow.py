@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def test_the_workers_of_all_kinds_count(tmp_path: Path) -> None:
     assert [a.count for a in held.values()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_barrier_of_the_table_costs_what_fluctuates() -> None:
     """A step takes the mean of the longer time instead of the longer mean."""
     lock, free = (

@@ -270,7 +270,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "r"
 
 
-@pytest.mark.parametrize("kills", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["once", "again"])
+@pytest.mark.slow  # quick: tests/runs/test_policy_beside.py
+@pytest.mark.parametrize("kills", [(3,), (1, 2, 4)], ids=["once", "again"])
 def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(
     undisturbed: Path, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:

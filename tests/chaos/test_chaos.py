@@ -43,7 +43,7 @@ def test_no_invariant_breaks(first: int, tmp_path: Path) -> None:
     assert set(sum((o.faults for o in done), Counter[str]())) == set(KINDS)
 
 
-@pytest.mark.parametrize(("seed", "policies"), [(0, 2), (1, 2), (1, 3)])
+@pytest.mark.parametrize(("seed", "policies"), [(0, 2), pytest.param(1, 2, marks=pytest.mark.slow), (1, 3)])
 def test_no_invariant_breaks_with_several_policies(seed: int, policies: int, tmp_path: Path) -> None:
     """Seed 0: synchronous, on two bases. Seed 1: asynchronous, on one."""
     (done,) = run_trials(seed, 1, FAULTS // 4, tmp_path, policies)

@@ -499,7 +499,10 @@ def process_is_billed_for_each_of_its_policies(patch: Patch) -> None:
     patch.setattr(ControllerLife, "base_of", lambda self, policy: policy)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name",  # each takes seconds: every third one, and all with `make slow`
+    [name if n % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for n, name in enumerate(MUTANTS)],
+)
 def test_broken_product_is_detected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant, invariants, first, policies = MUTANTS[name]
     mutant(monkeypatch)

@@ -107,6 +107,7 @@ def check(run: Path, said: list[dict[str, str]], limit: int) -> None:
     assert all(set(e["roles"]) == {"player:white", "player:black"} for e in scores)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_self_play_against_an_older_self_and_a_reference(tmp_path: Path) -> None:
     check(*run_with(tmp_path / "a", ENVIRONMENT), limit=48)

@@ -166,7 +166,9 @@ def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> No
     assert read(run / "events.jsonl")[-1]["finished"] is True
 
 
-@pytest.mark.parametrize("where", ["run.device=cuda", "rollout.max_tokens=600", "engine.kv_tokens=16"])
+@pytest.mark.parametrize(
+    "where", ["run.device=cuda", pytest.param("rollout.max_tokens=600", marks=pytest.mark.slow), "engine.kv_tokens=16"]
+)
 def test_impossible_run_fails_with_a_clear_error(windfall: Windfall, where: str) -> None:
     import torch
 

@@ -97,6 +97,7 @@ def test_asynchronous_run_keeps_both_bounds(restarting: Simulated) -> None:
     assert min(done.trainer.starts, done.controller_starts) > 1
 
 
+@pytest.mark.slow
 def test_selection_raises_the_share_of_informative_groups(restarting: Simulated) -> None:
     def informative(**keys: Any) -> tuple[float, list[dict[str, Any]]]:
         trained = Trained()

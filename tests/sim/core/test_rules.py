@@ -78,6 +78,7 @@ def test_late_fleet_is_part_of_the_plan_of_the_step_it_joins_in(simulated: Simul
     assert plans[-1] > 0
 
 
+@pytest.mark.slow
 def test_first_local_time_is_as_good_as_the_best_constant(
     simulated: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

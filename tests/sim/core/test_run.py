@@ -87,6 +87,7 @@ def test_colocated_step_takes_as_long_as_the_plain_formula(simulated: Simulated,
     assert done.token_schedule.real_tokens == 4 * 64 * 200
 
 
+@pytest.mark.slow
 def test_granule_changes_figures_little(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     figures_by_granule = {}
     for granule in (1, 0):

@@ -38,6 +38,8 @@ class Place:
     device: str = "cpu"
     gpu: str = ""
     """The GPU as CUDA_VISIBLE_DEVICES names it: its number or its UUID."""
+    name: str = ""
+    """The name of a device that several runs share, by turns. Empty: this run has it for itself."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         return {**base, VISIBLE: self.gpu} if self.gpu else dict(base)

@@ -11,13 +11,13 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check dist test-dist format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
-	$(BIN)/windfall train recipes/demo.toml
+	$(BIN)/windfall demo
 
 test: $(READY)-dev ## Set up, then run every test but the slow ones, four files at a time
 	$(PYTEST)
@@ -55,6 +55,14 @@ check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(PYTEST)
+
+dist: $(READY)-dev ## Build dist/windfall-*.whl and .tar.gz, and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+test-dist: $(READY)-dev ## Install the wheel into an empty environment, and run the demo there
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .

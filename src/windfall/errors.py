@@ -58,10 +58,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of windfall. It names a clone, because no package index has windfall."""
+    """The command that installs an extra of windfall, in a clone or beside an installed wheel."""
     clone = Path(__file__).resolve().parents[2]
     if not (clone / "pyproject.toml").is_file():
-        return f"pip install '.[{extra}]' in a clone of windfall"
+        return f"pip install 'windfall[{extra}]'"
     return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
 
 

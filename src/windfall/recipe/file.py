@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from windfall import parts
 from windfall.errors import WindfallError, nearest
+from windfall.recipe import shipped
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import REMOVED, suggestion
@@ -38,7 +39,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as e:
-        fix = nearest(path.name, _files_in(path.parent)) or "Recipes are TOML files; see recipes/."
+        near = nearest(path.name, _files_in(path.parent))
+        fix = shipped.hint(path) or near or "Recipes are TOML files; `windfall examples .` writes some."
         raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
     except IsADirectoryError as e:
         inside = _files_in(path)

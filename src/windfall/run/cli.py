@@ -20,7 +20,7 @@ from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run.commands.env_server import env_server
 from windfall.run.commands.options import Overrides, Policy, RecipeFile, token_option
-from windfall.run.commands.recipes import new
+from windfall.run.commands.recipes import examples, new
 from windfall.run.commands.recipes import recipe as recipe_keys
 from windfall.types import LeaseKind
 
@@ -93,6 +93,13 @@ def train(
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
     start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret)
+
+
+def demo(set: Overrides = None) -> None:
+    """Train a tiny model for about two minutes on a CPU, while its workers are killed and come back."""
+    from windfall.recipe import shipped
+
+    train(shipped.root() / "recipes" / "demo.toml", set)
 
 
 def resume(
@@ -325,6 +332,8 @@ def fleet_preview(
 
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
+        "demo --set run.steps=10": demo,
+        "examples my-folder": examples,
         "new --model Qwen/Qwen3-8B --data train.jsonl recipe.toml": new,
         "recipe rollout": recipe_keys,
         "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,

@@ -1,9 +1,10 @@
-"""`windfall new` and `windfall recipe`: write a recipe, and look its keys up."""
+"""`windfall new`, `examples` and `recipe`: write a recipe, or those of windfall, and look keys up."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,26 @@ def new(
     except OSError as e:
         raise unwritable("the recipe", out, e) from e
     print(f"created {out}; next: {check}")
+
+
+def examples(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder where recipes/ and examples/ are created.")],
+) -> None:
+    """Write the recipes and examples that come with windfall into a folder. Run them from that folder."""
+    from windfall.recipe import shipped
+
+    for name in shipped.FOLDERS:
+        if (folder / name).exists():
+            fix = "Choose another folder, or use these files."
+            raise WindfallError("this already exists", where=str(folder / name), fix=fix)
+    try:
+        for name in shipped.FOLDERS:
+            leave_out = shutil.ignore_patterns("__pycache__", "runs")
+            shutil.copytree(shipped.root() / name, folder / name, ignore=leave_out)
+    except OSError as e:
+        raise unwritable("the examples", folder, e) from e
+    recipes = sorted(p.relative_to(folder).as_posix() for p in (folder / "recipes").rglob("*.toml"))
+    print("\n".join([*recipes, f"next, in {folder}: windfall train recipes/demo.toml"]))
 
 
 def describe_data(data: Path) -> dict[str, Any]:

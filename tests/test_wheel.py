@@ -1,0 +1,72 @@
+"""The wheel works without the repository: installed into an empty environment, it runs the demo and writes its page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHORT = [
+    "run.steps=2", "rollout.groups=4", "rollout.group_size=4", "rollout.max_tokens=24", "eval.tasks=4",
+    "fleet.workers=1", "trace.nodes=0",
+]  # fmt: skip
+
+
+def call(*command: object, folder: Path) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, f"{' '.join(words)}:\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def test_examples_writes_what_the_repository_has(windfall: Callable[..., tuple[int, str, str]], here: Path) -> None:
+    code, out, _ = windfall("examples", "new")
+    assert code == 0
+    assert "recipes/demo.toml" in out
+    for name in ("recipes", "examples"):
+        there = {p.relative_to(ROOT) for p in (ROOT / name).rglob("*") if p.suffix in (".toml", ".py", ".jsonl")}
+        assert there == {p.relative_to("new") for p in Path("new", name).rglob("*.*")}
+    code, _, err = windfall("examples", "new")
+    assert (code, "this already exists" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["demo.toml", "recipes/demo.toml"])
+def test_missing_recipe_of_windfall_is_named(windfall: Callable[..., tuple[int, str, str]], name: str) -> None:
+    code, _, err = windfall("train", name)
+    assert (code, "`windfall examples .`" in err, "Then give recipes/demo.toml." in err) == (2, True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_wheel_in_an_empty_environment(tmp_path: Path) -> None:
+    call(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT, folder=tmp_path)
+    call(sys.executable, "-m", "twine", "check", "--strict", *(tmp_path / "dist").iterdir(), folder=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert all(name.startswith(("windfall/", "windfall-")) for name in names)
+    for file in ("shipped/recipes/demo.toml", "models/base_models/tiny/model.safetensors", "page/static/page.js"):
+        assert f"windfall/{file}" in names
+
+    call(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
+    python, windfall = tmp_path / "venv" / "bin" / "python", tmp_path / "venv" / "bin" / "windfall"
+    constraints = ("--constraint", ROOT / "constraints" / "cpu.txt")
+    call(python, "-m", "pip", "install", "--quiet", *constraints, wheel, folder=tmp_path)
+    work = tmp_path / "work"
+    work.mkdir()
+    assert str(tmp_path) in call(python, "-c", "import windfall; print(windfall.__file__)", folder=work)
+
+    sets = [word for value in SHORT for word in ("--set", value)]
+    assert "finished" in call(windfall, "demo", *sets, folder=work)
+    call(windfall, "page", "runs/demo", folder=work)
+    assert "<html" in (work / "runs" / "demo" / "page.html").read_text()
+    call(windfall, "examples", ".", folder=work)
+    call(windfall, "train", "recipes/from-trl/recipe.toml", "--dry-run", folder=work)
+    call(python, "-m", "pip", "install", "--no-index", "windfall[slurm]", folder=work)  # as errors say it
+    call(windfall, "train", "recipes/solver-verifier.toml", "--dry-run", folder=work)

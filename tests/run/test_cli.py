@@ -68,7 +68,7 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     out = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"}).output
     shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
     assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
-    assert [*shown[:3], *shown[-3:]] == ["demo", "examples", "new", "env-server", "serve", "fleet"]
+    assert [*shown[:4], *shown[-3:]] == ["demo", "examples", "doctor", "new", "env-server", "serve", "fleet"]
 
 
 def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from windfall import __version__, parts
 from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
+from windfall.run.commands.doctor import doctor
 from windfall.run.commands.env_server import env_server
 from windfall.run.commands.options import Overrides, Policy, RecipeFile, token_option
 from windfall.run.commands.recipes import examples, new
@@ -334,6 +335,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
         "demo --set run.steps=10": demo,
         "examples my-folder": examples,
+        "doctor --json": doctor,
         "new --model Qwen/Qwen3-8B --data train.jsonl recipe.toml": new,
         "recipe rollout": recipe_keys,
         "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,

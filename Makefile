@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet check dist test-dist format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet lint check licenses dist test-dist format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,11 +50,15 @@ test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its ow
 test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
 	.venv-fleet/bin/python -m pytest tests/providers/test_skypilot.py tests/providers/test_kubernetes.py -k "not trains"
 
-check: $(READY)-dev ## Lint, format, types, tests
+lint: $(READY)-dev ## Lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST)
+
+check: lint test ## Lint, format, types, tests
+
+licenses: $(READY)-dev ## List the licenses of all dependencies in docs/licenses.md
+	$(BIN)/python scripts/licenses.py > licenses.new && mv licenses.new docs/licenses.md
 
 dist: $(READY)-dev ## Build dist/windfall-*.whl and .tar.gz, and check them
 	rm -rf dist

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
 from windfall.recipe.file import parse_recipe
 from windfall.run import worker_sources
@@ -57,7 +58,7 @@ def test_the_table_of_models_is_the_one_that_its_command_prints() -> None:
 
 def test_links_and_named_files_exist() -> None:
     missing = list[str]()
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "llms.txt"):
         text = page.read_text()
         links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
         named = re.findall(r"`((?:src|tests|docs|recipes|benchmarks|scripts|constraints)/[\w./-]+)`", text)
@@ -92,6 +93,20 @@ def test_every_package_has_its_line_in_the_architecture_page() -> None:
 def test_every_make_target_in_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z0-9]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    called = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in called
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {name for run in called if run.startswith("make ") for name in run.split()[1:]} <= targets
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem)
+def test_forms_for_issues_are_valid(form: Path) -> None:
+    fields = yaml.safe_load(form.read_text())
+    assert form.stem == "config" or all(part["id"] and part["attributes"]["label"] for part in fields["body"])
 
 
 def commands(text: str) -> Iterator[list[str]]:

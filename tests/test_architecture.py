@@ -45,7 +45,7 @@ FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "parts", "step_time"},
+    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "html_page", "parts", "step_time"},
     {"algorithms", "events", "processes", "devices"},
     {"training"},
     {"verbs"},
@@ -56,7 +56,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve"},
+    {"page", "serve", "jobs"},
     {"sim"},
     {"plan"},
 ]
@@ -102,6 +102,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "controller/cost/bill.py",
     "controller/cost/accounts.py",
     "controller/cost/activity.py",
+    "jobs/device_history.py",
     "page/history.py",
     "page/policy_series.py",
     "page/timeline.py",

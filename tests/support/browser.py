@@ -22,8 +22,8 @@ MARKS = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="needs Ch
 class Served:
     """A server of the page in a process of its own."""
 
-    def __init__(self, run: Path) -> None:
-        argv = [sys.executable, "-m", "tests.support.page_server", str(run)]
+    def __init__(self, run: Path, server: str = "tests.support.page_server") -> None:
+        argv = [sys.executable, "-m", server, str(run)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

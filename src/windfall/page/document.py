@@ -1,27 +1,14 @@
-"""The page as one HTML file: script, style and data inside it, nothing loaded from elsewhere.
-
-Rules: text from a run is data, never markup. In the file it is JSON in which `<` is escaped, so it cannot end its
-element; the script puts it into the page as text nodes only. A content security policy allows only the script with the
-hash of our own, and no requests except to the server of the page.
-"""
+"""The page of runs as one HTML file (html_page.py) with its script and style."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from windfall import html_page
+
 STATIC = Path(__file__).parent / "static"
-ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Cpath fill='%2322c55e' d='M1 2h9v3H1z'/%3E%3Cpath fill='%23ef4444' d='M11 2h2v3h-2z'/%3E"
-    "%3Cpath fill='%232563eb' d='M4 7h11v3H4zM1 12h7v3H1z'/%3E%3C/svg%3E"
-)
-"""The icon of the page. Without one, browsers ask the server for a file that it does not have."""
 
 
 @cache
@@ -31,33 +18,9 @@ def _asset(name: str) -> str:
 
 @cache
 def content_policy() -> str:
-    digest = base64.b64encode(hashlib.sha256(_asset("page.js").encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    )
-
-
-def as_json(data: Any) -> str:
-    """JSON that is safe inside a <script> element.
-
-    >>> as_json({"text": "</script>"})
-    '{"text":"\\\\u003c/script>"}'
-    """
-    # Pure ASCII: a log may contain half a surrogate pair, which UTF-8 cannot represent.
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return html_page.content_policy(_asset("page.js"))
 
 
 def html(data: Any, title: str) -> str:
     """The page. `data`: {"live": whether it follows a server, "runs": what `runs.describe` returned for each run}."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(content_policy())}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
-        f'<link rel="icon" href="{ICON}">'
-        f"<title>{escape(title)}</title>\n<style>{_asset('page.css')}</style></head>\n"
-        '<body><div id="app"></div><noscript>This page needs JavaScript.</noscript>\n'
-        f'<script id="data" type="application/json">{as_json(data)}</script>\n'
-        f"<script>{_asset('page.js')}</script>\n</body></html>\n"
-    )
+    return html_page.html(title=title, style=_asset("page.css"), script=_asset("page.js"), data=data)

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
+from windfall import html_page
+from windfall.html_page import HEADERS
 from windfall.page import document
 from windfall.page.feed import MAX_VIEWERS, Feed
 from windfall.page.samples import SampleFile
@@ -25,12 +27,6 @@ from windfall.page.samples import SampleFile
 REFUSAL_S = 0.5
 """Seconds until a request with a wrong key is answered."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
 
 
 class PageServer:
@@ -94,4 +90,4 @@ class PageServer:
 
 
 def _json(value: Any) -> web.Response:
-    return web.Response(text=document.as_json(value), content_type="application/json", headers=HEADERS)
+    return web.Response(text=html_page.as_json(value), content_type="application/json", headers=HEADERS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from windfall.algorithms.base import Floats
+from windfall.algorithms.base import Floats, SampledTokens
+from windfall.algorithms.given import Loss
+from windfall.errors import WindfallError
 from windfall.types import Response
 
 Skipped = Literal["", "nothing", "not finite", "engine gap"]
@@ -32,7 +35,7 @@ class Sample:
     ids: tuple[int, ...]
     targets: tuple[int, ...]
     behavior: Floats
-    """Log-probs of the targets, as reported by the engine."""
+    """Log-probs of the targets, as reported by the engine. Empty if a given loss does not need them."""
     advantage: float
     limit: int
     """Maximum number of tokens of a response (rollout.max_tokens)."""
@@ -45,6 +48,8 @@ class Sample:
     """(engine, number of targets) of consecutive stretches; an empty name if it is unknown. Empty: all unknown."""
     whole: int = 0
     """Number of sampled tokens of the whole response, of which this is one segment. 0: it is the whole response."""
+    advantages: Floats | None = None
+    """For a given loss (algorithms/given.py): the weight or advantage of each target. None: `advantage` for all."""
 
     @property
     def length(self) -> int:
@@ -54,6 +59,63 @@ class Sample:
     def share(self) -> float:
         """The share of the response's sampled tokens that are in this sequence. Shares of a response add up to 1."""
         return len(self.targets) / self.whole if self.whole else 1.0
+
+    def tokens(self, logp: Floats) -> SampledTokens:
+        """What a given loss is a function of. `logp`: log-probs of the targets now."""
+        advantage = self.advantage if self.advantages is None else self.advantages
+        return SampledTokens(logp=logp, proximal=self.behavior, advantage=advantage, whole=self.whole)
+
+
+def given(
+    ids: Sequence[int], targets: Sequence[int], advantages: Sequence[float], behavior: Sequence[float] = ()
+) -> Sample:
+    """A sample for a given loss. `advantages`: the weight or advantage of each target. `behavior`: the log-prob of each
+    target when it was sampled; empty for cross entropy."""
+    return Sample(
+        ids=tuple(ids),
+        targets=tuple(targets),
+        behavior=np.array(behavior, np.float64),
+        advantage=0.0,
+        limit=len(targets),
+        advantages=np.array(advantages, np.float64),
+    )
+
+
+def check_given(sample: Sample, loss: Loss, where: str) -> None:
+    """Raises WindfallError if the loss is not defined for the sample."""
+    n, wrong = len(sample.targets), ""
+    if sample.advantages is not None and len(sample.advantages) != n:
+        wrong = f"{len(sample.advantages)} weights or advantages for {n} targets"
+    elif loss.needs_behavior and len(sample.behavior) != n:
+        wrong = f"{loss.name} needs the log-prob of each target when it was sampled: {len(sample.behavior)} for {n}"
+    elif any(not 0 < t < len(sample.ids) for t in sample.targets):
+        wrong = f"a target is not a position from 1 to {len(sample.ids) - 1}"
+    if wrong:
+        raise WindfallError(wrong, where=where, fix="Give one number per target.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """The result of one call of forward_backward."""
+
+    s: float
+    """Seconds that the trainer worked on it."""
+    loss: float = 0.0
+    """The given loss: the sum over all targets. 0 for the algorithm of the recipe."""
+    logprobs: tuple[Floats, ...] = ()
+    """With a given loss: log-probs of the targets of each sample, before any update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """Settings of AdamW for one update, instead of those of the recipe."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    """Upper limit for the norm of the gradient. 0 sets none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,9 +174,9 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
 
     patch.setattr(RemoteTrainer, "attend", attended)
 
-    async def without_the_last(self: RemoteTrainer, samples: Any, *, id: str) -> float:
+    async def without_the_last(self: RemoteTrainer, samples: Any, loss: Any = None, *, id: str) -> Any:
         again = connections[builtins.id(self)] > 1
-        return await forward_backward(self, samples[:-1] if again else samples, id=id)
+        return await forward_backward(self, samples[:-1] if again else samples, loss, id=id)
 
     patch.setattr(RemoteTrainer, "forward_backward", without_the_last)
 

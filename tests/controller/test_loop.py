@@ -26,7 +26,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import RolloutSection
-from windfall.training import ENGINE_GAP, MIN_FRESH, CheckpointState, NewVersion, Report, TrainerLost
+from windfall.training import ENGINE_GAP, MIN_FRESH, CheckpointState, Gradient, NewVersion, Report, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 
@@ -115,17 +115,17 @@ class World:
             self.done.append(("died", request))
             raise TrainerLost(request)
 
-    async def forward(self, samples: Sequence[Any], *, id: str) -> list[Any]:
+    async def forward(self, samples: Sequence[Any], loss: Any = None, *, id: str) -> list[Any]:
         self._live("forward")
         self.done.append(("forward", len(samples)))
         return list(samples)
 
-    async def forward_backward(self, samples: Sequence[Any], *, id: str) -> float:
+    async def forward_backward(self, samples: Sequence[Any], loss: Any = None, *, id: str) -> Gradient:
         self._live("forward_backward")
         self.done.append(("forward_backward", len(samples)))
-        return 0.0
+        return Gradient(s=0.0)
 
-    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
+    async def optim_step(self, state: CheckpointState | None = None, adam: Any = None, *, id: str) -> Report:
         self._live("optim_step")
         self.done.append(("optim_step",))
         self._updates += 1
@@ -270,10 +270,10 @@ def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:
             second.set()
         return made(world, index)
 
-    async def forward_backward(samples: Sequence[Any], *, id: str) -> float:
+    async def forward_backward(samples: Sequence[Any], *, id: str) -> Gradient:
         async with asyncio.timeout(60):
             await second.wait()
-        return 0.0
+        return Gradient(s=0.0)
 
     world.group, world.forward_backward = group, forward_backward  # pyright: ignore
     world.micro_tokens = 1
@@ -515,7 +515,7 @@ def test_evaluation_of_a_lost_step_runs_again(tmp_path: Path) -> None:
     world.deaths = ["forward_backward", "forward_backward"]
     first, calls = world.forward_backward, [0]
 
-    async def forward_backward(samples: Sequence[Any], *, id: str) -> float:
+    async def forward_backward(samples: Sequence[Any], *, id: str) -> Gradient:
         calls[0] += 1  # it dies in step 2 of the first trainer and in step 1 of the second
         if calls[0] in (2, 3):
             return await first(samples, id=id)

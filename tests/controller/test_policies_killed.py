@@ -24,7 +24,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
-from windfall.training import CheckpointState, NewVersion, Report, Sample, TrainerLost
+from windfall.training import CheckpointState, Gradient, NewVersion, Report, Sample, TrainerLost
 from windfall.types import Group, Response, Sampling, Task
 
 START = CheckpointState(step=0, next_task=0)
@@ -95,12 +95,12 @@ class Trainer:
             self.state, self.step_samples = self.saved_state, []
             raise TrainerLost("killed")
 
-    async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
+    async def forward_backward(self, samples: Sequence[Sample], loss: Any = None, *, id: str) -> Gradient:
         await self._ask()
         self.step_samples += [(*s.ids, round(s.advantage)) for s in samples]
-        return 0.0
+        return Gradient(s=0.0)
 
-    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
+    async def optim_step(self, state: CheckpointState | None = None, adam: Any = None, *, id: str) -> Report:
         await self._ask()
         assert state is not None
         self.completed = state

@@ -59,7 +59,7 @@ def test_request_is_answered(trainer: RemoteTrainer) -> None:
         link, serving = dial(trainer, 3)
         assert (await trainer.connected(5)).step == 3
         answering = asyncio.create_task(answer(link, m.GradientAdded(s=0.5)))
-        assert await trainer.forward_backward([], id="1") == 0.5
+        assert (await trainer.forward_backward([], id="1")).s == 0.5
         await answering
         await link.close()
         await serving
@@ -119,7 +119,7 @@ def test_new_trainer_does_not_continue_the_step_of_another(trainer: RemoteTraine
             await trainer.forward_backward([], id="1")
         assert (await trainer.connected(5)).step == 0
         answering = asyncio.create_task(answer(second, m.GradientAdded(s=0.1)))
-        assert await trainer.forward_backward([], id="1") == 0.1
+        assert (await trainer.forward_backward([], id="1")).s == 0.1
         await answering
         await second.close()
         await asyncio.gather(serving, second_serving)
@@ -178,7 +178,7 @@ def test_large_batch_is_sent_in_several_messages(trainer: RemoteTrainer, monkeyp
         link, serving = dial(trainer, 3)
         await trainer.connected(5)
         playing = asyncio.create_task(play(link))
-        took_s = await trainer.forward_backward(samples, id="1")
+        took_s = (await trainer.forward_backward(samples, id="1")).s
         assert took_s == 0.5 * len(frames)
         assert len(frames) > 2
         assert [s.advantage for f in frames for s in f.samples] == list(range(7))

@@ -51,7 +51,7 @@ class Trainer:
     def zero_grad(self) -> None:
         pass
 
-    def optim_step(self) -> Report:
+    def optim_step(self, adam: Any = None) -> Report:
         self.updates += 1
         if not self.skips:
             change(self.model, seed=self.updates)

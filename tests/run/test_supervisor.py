@@ -174,12 +174,12 @@ from windfall.trainer import trainer
 
 real = trainer.TorchTrainer.optim_step
 
-def optim_step(self):
+def optim_step(self, adam=None):
     failed = Path("failed")
     if self.optimizer.updates >= 1 and not failed.exists():  # in its second step
         failed.touch()
         raise MemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-    return real(self)
+    return real(self, adam)
 
 trainer.TorchTrainer.optim_step = optim_step
 """

@@ -208,7 +208,7 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
     engine = Engine()
     shared: Any = SimpleNamespace(make_room=lambda: engine.note("room"), invalidate=lambda: engine.note("invalidate"))
     engine.engine = shared
-    trainer: Any = SimpleNamespace(zero_grad=lambda: None, optim_step=lambda: engine.note("optim_step"))
+    trainer: Any = SimpleNamespace(zero_grad=lambda: None, optim_step=lambda adam: engine.note("optim_step"))
 
     def publish(version: int, *_: Any) -> Any:
         engine.note("copying")
@@ -260,7 +260,7 @@ def test_error_in_work_is_reported_and_ends_the_process(error: Exception, report
         gate = Gate("run", "t" * 20, log=lambda *_, **__: None, max_workers=1, trainer_secret=SECRET)
         await gate.trainer(link, serve)
 
-    def optim_step(self: SavingTrainer) -> None:
+    def optim_step(self: SavingTrainer, adam: Any) -> None:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
@@ -298,10 +298,11 @@ class CountingTrainer:
     def zero_grad(self) -> None:
         self.done.append("drop")
 
-    def forward_backward(self, samples: Any) -> None:
+    def forward_backward(self, samples: Any, loss: Any) -> list[Any]:
         self.done.append("gradient")
+        return []
 
-    def optim_step(self) -> Report:
+    def optim_step(self, adam: Any) -> Report:
         self.done.append("update")
         return Report(tokens=1, responses=1)
 

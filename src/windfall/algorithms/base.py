@@ -58,7 +58,7 @@ def normalized(values: Floats, counts: Floats | None = None) -> Floats:
     return differences / (np.sqrt(np.average(differences**2, weights=counts)) + EPS)
 
 
-def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:
+def clipped(ratio: Floats, advantage: float | Floats, *, low: float, high: float) -> Floats:
     """The weight of PPO's min(r A, clip(r, 1 - low, 1 + high) A).
 
     Where the minimum is r A, its gradient is A r grad log pi. Where it is the clipped constant, the gradient is 0: the
@@ -67,19 +67,19 @@ def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floa
     >>> clipped(np.array([0.5, 1.0, 1.5]), 2.0, low=0.2, high=0.2).tolist()
     [1.0, 2.0, 0.0]
     """
-    active = ratio <= 1 + high if advantage > 0 else ratio >= 1 - low
+    active = np.where(np.asarray(advantage) > 0, ratio <= 1 + high, ratio >= 1 - low)
     return np.where(active, advantage * ratio, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of one sequence, as two arrays of equal length, and the advantage of its response. A response
-    with several segments is several sequences."""
+    """The sampled tokens of one sequence, as two arrays of equal length, and the advantage of its response, or of each
+    token. A response with several segments is several sequences."""
 
     logp: Floats
     proximal: Floats
     """Log-probs under the policy from which the step started."""
-    advantage: float
+    advantage: float | Floats
     whole: int = 0
     """Number of sampled tokens of the whole response. 0: this sequence is the whole response."""
 

@@ -209,7 +209,7 @@ class Loop:
         if not groups:
             return 0.0
         samples = list(chain.from_iterable(self._credit(groups)))
-        return await self.policy.forward_backward(samples, id=self._next_id("forward_backward"))
+        return (await self.policy.forward_backward(samples, id=self._next_id("forward_backward"))).s
 
     def _credit(self, groups: Sequence[Group]) -> list[list[Sample]]:
         version = self.state.step if self.groups.lagging else None

@@ -12,17 +12,28 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from windfall.algorithms.given import Loss
 from windfall.controller.directory import updates
 from windfall.controller.directory.directory import Directory
 from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
-from windfall.training import CheckpointState, NewVersion, Report, Sample, TrainerLost
+from windfall.training import (
+    Adam,
+    CheckpointState,
+    Gradient,
+    NewVersion,
+    Report,
+    Sample,
+    TrainerLost,
+    check_given,
+)
 
 FRAME_BYTES = 16 << 20
 """Approximate size of one message with samples."""
@@ -98,23 +109,33 @@ class RemoteTrainer:
         self._current = self._link
         return self.hello
 
-    async def forward(self, samples: Sequence[Sample], *, id: str) -> list[Sample]:
-        """The samples with the log-probs of the present policy, for steps of several updates."""
+    async def forward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> list[Sample]:
+        """The samples with the log-probs of the present policy as `old`: for steps of several updates, or with the loss
+        that will be given."""
+        _check(samples, loss)
         out: list[np.ndarray] = []
         for n, part in enumerate(message_parts(samples)):
-            out += (await self._ask(m.Forward(id=f"{id}.{n}", samples=part), m.LogProbs)).old
+            out += (await self._ask(m.Forward(id=f"{id}.{n}", samples=part, loss=loss), m.LogProbs)).old
         return [replace(s, old=old) for s, old in zip(samples, out, strict=True)]
 
-    async def forward_backward(self, samples: Sequence[Sample], *, id: str) -> float:
-        """Add the gradient of these samples. Returns the seconds that the trainer worked on it."""
-        requests = [m.ForwardBackward(id=f"{id}.{n}", samples=part) for n, part in enumerate(message_parts(samples))]
-        return sum([(await self._ask(request, m.GradientAdded)).s for request in requests])
+    async def forward_backward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> Gradient:
+        """Add the gradient of these samples."""
+        _check(samples, loss)
+        requests = [
+            m.ForwardBackward(id=f"{id}.{n}", samples=part, loss=loss) for n, part in enumerate(message_parts(samples))
+        ]
+        added = [await self._ask(request, m.GradientAdded) for request in requests]
+        s, logprobs = sum(each.s for each in added), tuple(chain.from_iterable(each.logprobs for each in added))
+        if loss is None:
+            return Gradient(s=s)
+        value = sum(loss.value(each.tokens(logp)) for each, logp in zip(samples, logprobs, strict=True))
+        return Gradient(s=s, loss=value, logprobs=logprobs)
 
-    async def optim_step(self, state: CheckpointState | None = None, *, id: str) -> Report:
+    async def optim_step(self, state: CheckpointState | None = None, adam: Adam | None = None, *, id: str) -> Report:
         """Make one optimizer update. With `state`, it completes the step `state.step`, which can be published then."""
-        order = m.OptimStep(id=id)
+        order = m.OptimStep(id=id, adam=adam)
         if state is not None:
-            order = m.OptimStep(id=id, **asdict(state))
+            order = m.OptimStep(id=id, adam=adam, **asdict(state))
         reply = await self._ask(order, m.Optimized)
         return Report(**reply.report)  # pyright: ignore[reportArgumentType]
 
@@ -166,6 +187,13 @@ class RemoteTrainer:
         return reply
 
 
+def _check(samples: Sequence[Sample], loss: Loss | None) -> None:
+    """A sample that the given loss is not defined for must not reach the trainer, whose process would end."""
+    for n, sample in enumerate(samples if loss is not None else ()):
+        assert loss is not None
+        check_given(sample, loss, f"sample {n}")
+
+
 def message_parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
     """The samples of each message, always split in the same way, so that the order of summation does not change."""
     part: list[Sample] = []
@@ -173,7 +201,7 @@ def message_parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
     for sample in samples:
         # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 160
-        wire += 0 if sample.lag is None else sample.lag.nbytes
+        wire += sum(extra.nbytes for extra in (sample.lag, sample.advantages) if extra is not None)
         wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)

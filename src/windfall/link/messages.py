@@ -26,10 +26,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from windfall.training import Sample
+from windfall.algorithms.given import Loss
+from windfall.training import Adam, Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 17
+PROTOCOL = 18
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -415,12 +416,14 @@ class TrainerWelcome(Message, frozen=True, tag=31):
 
 
 class Forward(Message, frozen=True, tag=19):
-    """Controller to trainer, at the start of a step that makes several updates: compute the log-probs of the samples.
+    """Controller to trainer: compute the log-probs of the samples, at the start of a step that makes several updates,
+    or for a loop of one's own.
 
     Every verb has an id. A trainer that has performed a verb answers it again from memory if it arrives again."""
 
     id: str
     samples: tuple[Sample, ...]
+    loss: Loss | None = None  # given: log-probs at a temperature of 1, not that of the recipe
 
 
 class LogProbs(Message, frozen=True, tag=20):
@@ -434,12 +437,14 @@ class ForwardBackward(Message, frozen=True, tag=21):
 
     id: str
     samples: tuple[Sample, ...]
+    loss: Loss | None = None  # None: that of the recipe's algorithm
 
 
 class GradientAdded(Message, frozen=True, tag=22):
     """Trainer to controller: the answer to ForwardBackward."""
 
     s: float  # seconds that it took
+    logprobs: tuple[np.ndarray, ...] = ()  # with a given loss: log-probs of each sample: float64
 
 
 class OptimStep(Message, frozen=True, tag=23):
@@ -451,6 +456,7 @@ class OptimStep(Message, frozen=True, tag=23):
     open_tasks: tuple[int, ...] = ()  # with `step`: tasks before `next_task` that were drawn but not trained on
     replay: tuple[int, ...] = ()  # with `step`: tasks whose groups may be replayed
     selection: tuple[int, ...] = ()  # with `step`: what is known about prompts
+    adam: Adam | None = None  # settings of this update; None: those of the recipe
 
 
 class Optimized(Message, frozen=True, tag=24):

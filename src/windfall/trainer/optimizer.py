@@ -19,7 +19,7 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import as_shard, is_sharded, rows
-from windfall.training import NOT_FINITE, NOTHING, Skipped
+from windfall.training import NOT_FINITE, NOTHING, Adam, Skipped
 from windfall.weights.publish import RankRows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,15 +72,20 @@ class Optimizer:
             case "cosine":
                 return o.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
+    def settings(self) -> Adam:
+        """The recipe's settings of the next update."""
+        o = self.options
+        return Adam(lr=self.rate(), betas=o.betas, weight_decay=o.weight_decay, clip_norm=o.clip_norm)
+
     @torch.no_grad()
-    def update(self, divisor: float) -> tuple[float, Skipped]:
+    def update(self, divisor: float, adam: Adam | None = None) -> tuple[float, Skipped]:
         """Divide the accumulated gradient, clip it, and take a step. Returns the norm of the divided gradient before
         clipping, and the reason if there was no step. Sets the gradient to zero.
 
         Without a step, the weights, the moments and Adam's own step count do not change: neither momentum nor weight
         decay may move the weights if the gradient carries no information. The learning rate schedule still counts the
         update."""
-        rate = self.rate()
+        adam = adam or self.settings()
         self.updates += 1
         grads = self._gradients()
         norm = self._norm(grads) / abs(divisor) if divisor else 0.0
@@ -88,11 +93,11 @@ class Optimizer:
         if not math.isfinite(norm):
             skipped = NOT_FINITE
         if not skipped:
-            clip = self.options.clip_norm / norm if norm > self.options.clip_norm else 1.0
+            clip = adam.clip_norm / norm if 0 < adam.clip_norm < norm else 1.0
             if grads:
                 torch._foreach_mul_(grads, clip / divisor)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adam.param_groups:
-                group["lr"] = rate
+                group.update(lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay)
             self._adam.step()
             rounded = [n for n, p in self._model.items() if p.dtype != torch.float32]
             if rounded:

@@ -34,13 +34,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from windfall import backoff, errors
+from windfall.algorithms.given import Loss
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.link.socket import Dialer
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
-from windfall.training import CheckpointState, Report, Sample
+from windfall.training import Adam, CheckpointState, Report, Sample
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
@@ -59,10 +60,10 @@ def cannot_load(path: str) -> CheckpointState:
 class Trainer(Protocol):
     """Implemented by trainer.trainer.TorchTrainer. `tests/trainer/test_trainer.py` is its contract."""
 
-    def forward(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    def forward(self, samples: Sequence[Sample], loss: Loss | None = None) -> list[Sample]: ...
     def zero_grad(self) -> None: ...
-    def forward_backward(self, samples: Sequence[Sample]) -> None: ...
-    def optim_step(self) -> Report: ...
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss | None = None) -> Sequence[np.ndarray]: ...
+    def optim_step(self, adam: Adam | None = None) -> Report: ...
 
 
 class OwnEngine:
@@ -285,15 +286,16 @@ class TrainerService:
         started = time.monotonic()
         match request:
             case m.Forward():
-                scored = await self.run_in_thread(self._trained.forward, list(request.samples), room=True)
+                scored = await self.run_in_thread(self._trained.forward, list(request.samples), request.loss, room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                await self.run_in_thread(self._trained.forward_backward, list(request.samples), room=True)
-                return m.GradientAdded(s=time.monotonic() - started)
+                work = self._trained.forward_backward
+                logprobs = await self.run_in_thread(work, list(request.samples), request.loss, room=True)
+                return m.GradientAdded(s=time.monotonic() - started, logprobs=tuple(logprobs))
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
                 self._early = None
-                report = await self.run_in_thread(self._update, room=True)
+                report = await self.run_in_thread(self._update, request.adam, room=True)
                 if request.step is not None:
                     self._completed = CheckpointState.of(request)
                 return m.Optimized(report=asdict(report))
@@ -318,9 +320,9 @@ class TrainerService:
         self.state, self._completed, self._updates = replace(self._completed, step=self._manifest.version), None, 0
         return m.PublishedVersion(version=self._manifest.version, digest=self._manifest.digest, weights=self.weights())
 
-    def _update(self) -> Report:
+    def _update(self, adam: Adam | None) -> Report:
         self.engine.invalidate()
-        return self._trained.optim_step()
+        return self._trained.optim_step(adam)
 
     @property
     def _trained(self) -> Trainer:

@@ -35,6 +35,7 @@ import torch
 from safetensors import SafetensorError
 
 from windfall.algorithms.base import Algorithm, Floats, SampledTokens
+from windfall.algorithms.given import Loss
 from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
@@ -45,11 +46,14 @@ from windfall.trainer.model.lora import Adapters
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
-from windfall.training import ENGINE_GAP, MIN_FRESH, Report, Sample
+from windfall.training import ENGINE_GAP, MIN_FRESH, Adam, Report, Sample
 from windfall.types import in_fp8
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""
+
+GIVEN_TEMPERATURE = 1.0
+"""Of the policy in a given loss. The temperature of the recipe belongs to its algorithm."""
 
 
 class TokenTotals:
@@ -138,30 +142,32 @@ class TorchTrainer:
 
     # what the controller asks for; rank 0 passes it on to the others
 
-    def forward(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Store the log-probs of the policy at the start of the step, for steps of several updates."""
-        plan = self._plan(samples)
-        scored = self.orders.call(self._forward, each=[(packs,) for packs in plan])
-        assert scored is not None, "this is rank 0"
-        old = {
-            id(s): logp
-            for packs, rows in zip(plan, scored, strict=True)
-            for pack, found in zip(packs, rows, strict=True)
-            for s, logp in zip(pack, found, strict=True)
-        }
-        return [replace(s, old=old[id(s)]) for s in samples]
+    def forward(self, samples: Sequence[Sample], loss: Loss | None = None) -> list[Sample]:
+        """Store the log-probs of the policy as `old`: at the start of a step of several updates, or with the loss that
+        will be given."""
+        plan = self._plan([s for s in samples if s.targets])
+        temperature = self.temperature if loss is None else GIVEN_TEMPERATURE
+        found = _by_sample(plan, self.orders.call(self._forward, each=[(packs, temperature) for packs in plan]))
+        return [replace(s, old=found.get(id(s), np.zeros(0))) for s in samples]
 
     def zero_grad(self) -> None:
         self.orders.call(self._zero_grad)
 
-    def forward_backward(self, samples: Sequence[Sample]) -> None:
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss | None = None) -> list[Floats]:
+        """Add the gradient of the algorithm, or of a given loss. With a given loss, returns the samples' log-probs."""
+        if loss is not None:
+            plan = self._plan([s for s in samples if s.targets])
+            learned = self.orders.call(self._forward_backward_given, each=[(packs, loss) for packs in plan])
+            found = _by_sample(plan, learned)
+            return [found.get(id(s), np.zeros(0)) for s in samples]
         # Samples without an advantage get packs of their own. They need no backward pass, and only count in the report.
         credited = self._plan([s for s in samples if s.targets and s.advantage])
         others = self._plan([s for s in samples if s.targets and not s.advantage])
         self.orders.call(self._forward_backward, each=list(zip(credited, others, strict=True)))
+        return []
 
-    def optim_step(self) -> Report:
-        return self.orders.call(self._optim_step)
+    def optim_step(self, adam: Adam | None = None) -> Report:
+        return self.orders.call(self._optim_step, adam)
 
     def write_optimizer(self, path: Path) -> None:
         """Write the state of the optimizer into a file."""
@@ -180,10 +186,10 @@ class TorchTrainer:
 
     # what every rank does
 
-    def _forward(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
+    def _forward(self, packs: Sequence[Sequence[Sample]], temperature: float) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
         self._use_adapters()
-        return self.ranks.quick.gather([self._logprobs(self.learner, pack) for pack in packs])
+        return self.ranks.quick.gather([self._logprobs(self.learner, pack, temperature) for pack in packs])
 
     def _zero_grad(self) -> None:
         self.optimizer.zero()
@@ -196,13 +202,36 @@ class TorchTrainer:
     def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         self._use_adapters()
         for pack in (*credited, *(others if self.reference is not None else ())):
-            reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
+            reference: Sequence[Any] = [None] * len(pack)
+            if self.reference is not None:
+                reference = self._logprobs(self.reference, pack, self.temperature)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
             self.learner.learn(pack or [FILLER], self.temperature, weights)
         for pack in others if self.reference is None else ():
             logp, entropy = self.learner.score(pack or [FILLER], self.temperature)
             if pack:
                 self._weights(pack, [None] * len(pack), 0, len(pack), *map(_floats, (logp, entropy)))
+
+    def _forward_backward_given(self, packs: Sequence[Sequence[Sample]], loss: Loss) -> list[list[list[Floats]]] | None:
+        """Add the gradient of a given loss. Returns the log-probs of the samples of all ranks, on rank 0."""
+        self._use_adapters()
+        found: list[list[Floats]] = [[] for _ in packs]
+        for pack, rows in zip(packs, found, strict=True):
+            weights = partial(self._given_weights, pack, loss, rows) if pack else _no_weights
+            self.learner.learn(pack or [FILLER], GIVEN_TEMPERATURE, weights)
+        return self.ranks.quick.gather(found)
+
+    def _given_weights(
+        self, pack: Sequence[Sample], loss: Loss, found: list[Floats], first: int, last: int, logp: Floats,
+        entropy: Floats,
+    ) -> Floats:  # fmt: skip
+        """Loss weights of the tokens of samples `first` to `last` of the pack. Adds their log-probs to `found`."""
+        pack = pack[first:last]
+        rows = np.split(logp, np.cumsum([len(s.targets) for s in pack])[:-1])
+        found += rows
+        zero = np.zeros(len(logp))  # the caller answers for the engine's log-probs
+        self._totals.count(zero, zero, entropy=entropy, responses=len(pack), given=len(logp))
+        return np.concatenate([loss.weights(s.tokens(now)) for s, now in zip(pack, rows, strict=True)])
 
     def _weights(
         self, pack: Sequence[Sample], reference: Sequence[Any], first: int, last: int, logp: Floats, entropy: Floats
@@ -242,30 +271,37 @@ class TorchTrainer:
             out.append(w)
         return np.concatenate(out)
 
-    def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
-        logp, _ = learner.score(pack or [FILLER], self.temperature)
+    def _logprobs(self, learner: Any, pack: Sequence[Sample], temperature: float) -> list[Floats]:
+        logp, _ = learner.score(pack or [FILLER], temperature)
         return np.split(_floats(logp), np.cumsum([len(s.targets) for s in pack])[:-1]) if pack else []
 
-    def _optim_step(self) -> Report:
+    def _optim_step(self, adam: Adam | None = None) -> Report:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)
         for totals in self.ranks.quick.all_gather(mine):
             t.add(totals)
-        sums, lr = t.sums, self.optimizer.rate()
+        sums, adam = t.sums, adam or self.optimizer.settings()
+        if sums["given"] and sums["divisor"]:
+            raise WindfallError(
+                "an update cannot have both the gradient of a given loss, which is a sum, and that of the algorithm",
+                where="forward_backward",
+                fix="Give a loss with every call before an optim_step, or with none.",
+            )
         n, older = max(sums["tokens"], 1), sums["tokens"] - sums["fresh"]
         gap = sums["gap"] / sums["fresh"] if sums["fresh"] else 0.0
         checked = not older or sums["fresh"] >= MIN_FRESH
         rejected = checked and not gap <= self.gap_limit  # a NaN fails every comparison
         if rejected and not self._only_fp8(t.engine_gaps()):
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
-        norm, skipped = self.optimizer.update(0.0 if rejected else sums["divisor"])
+        divisor = 1.0 if sums["given"] else sums["divisor"]
+        norm, skipped = self.optimizer.update(0.0 if rejected else divisor, adam)
         self._totals = TokenTotals()  # the update has already set the gradients to zero
         return Report(
             tokens=sums["tokens"],
             responses=round(sums["responses"]),
             grad_norm=norm,
-            lr=lr,
+            lr=adam.lr,
             engine_gap=gap,
             engine_gap_max=t.gap_max,
             engine_gaps=t.engine_gaps(),
@@ -287,6 +323,19 @@ class TorchTrainer:
             if self.ranks.first:
                 raise
             raise RankLost(f"rank 0 reports that {path} cannot be written: {e}") from e
+
+
+def _by_sample(
+    plan: Sequence[Sequence[Sequence[Sample]]], found: Sequence[Sequence[Sequence[Floats]]] | None
+) -> dict[int, Floats]:
+    """What all ranks have found of the samples of their packs, by the identity of the sample."""
+    assert found is not None, "this is rank 0"
+    return {
+        id(s): logp
+        for packs, ranks_rows in zip(plan, found, strict=True)
+        for pack, rows in zip(packs, ranks_rows, strict=True)
+        for s, logp in zip(pack, rows, strict=True)
+    }
 
 
 def _floats(t: torch.Tensor) -> Floats:

@@ -157,7 +157,8 @@ class LinkedTrainer:
                 tokens = self._real_tokens(order.samples)
                 self.trained_tokens += tokens
                 await self._work(self._service.train_s * tokens)
-                return m.GradientAdded(s=asyncio.get_running_loop().time() - began_s)
+                logprobs = tuple(s.behavior for s in order.samples) if order.loss is not None else ()
+                return m.GradientAdded(s=asyncio.get_running_loop().time() - began_s, logprobs=logprobs)
             case m.OptimStep():
                 return await self._update(order)
             case m.Publish():

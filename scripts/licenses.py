@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement.strip())[0]).lower()
 
 
-def license_of(fields: dict[str, object]) -> str:
+def license_of(fields: Mapping[str, object]) -> str:
     """The license in the metadata of a package: an SPDX expression, else a short text, else its classifiers.
 
     >>> license_of({"license": "Apache License 2.0"}), license_of({"license_expression": "MIT AND BSD-3-Clause"})

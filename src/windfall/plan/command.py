@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -44,6 +45,7 @@ def main(
     simulate: bool,
     write: Path | None,
     overrides: Sequence[str] = (),
+    as_json: bool = False,
 ) -> None:
     _check_objective(objective, deadline)
     if write is not None:
@@ -74,21 +76,32 @@ def main(
         top=top,
     )
     found = choose.best(request, base, simulate=simulate)
-    print("\n".join(report.report(base.model.path, request, found)))
-    for line in found.refused:
-        print(f"refused: {line}")
+    if as_json:
+        commands = list(recipe.commands(found.ranked[0].plan, base.model.path))
+        print(json.dumps(report.fields(base.model.path, request, found) | {"commands": commands}, indent=1))
+    else:
+        print("\n".join(report.report(base.model.path, request, found)))
+        for line in found.refused:
+            print(f"refused: {line}")
     if write is not None:
         plan, figures = found.ranked[0]
         text = dump_recipe(recipe.write(plan, request, base, figures))
         _write(write, text if is_recipe else recipe.with_notes(text))
+        if as_json:
+            return
+        print(f"\nwritten: {write}; start it with: windfall train {write}")
         for line in recipe.commands(plan, base.model.path):
             print(f"  then on {line}")
 
 
-def check(run: Path) -> None:
+def check(run: Path, *, as_json: bool = False) -> None:
     """`windfall plan --check RUN`: what was planned beside what was measured."""
     planned, events = run_log.planned_run(run)
-    print("\n".join([run_log.HEADER, *map(str, run_log.check(planned, events, str(run)))]))
+    parts = run_log.check(planned, events, str(run))
+    if as_json:
+        print(json.dumps([part._asdict() for part in parts], indent=1))
+        return
+    print("\n".join([run_log.HEADER, *map(str, parts)]))
 
 
 def _check_objective(objective: str, deadline_h: float) -> None:
@@ -107,7 +120,6 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as e:
         raise WindfallError(f"cannot write: {e.strerror}", where=str(file), fix="Give another file.") from e
-    print(f"\nwritten: {file}; start it with: windfall train {file}")
 
 
 def _cluster(file: Path | None, gpus: str, usd_per_h: float, spot: bool, engine: EngineName) -> Cluster:

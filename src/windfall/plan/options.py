@@ -29,12 +29,13 @@ def plan(
     ] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe of the best plan to write.")] = None,
     check: Annotated[Path | None, typer.Option(metavar="RUN", help="Compare this run with its plan.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:  # fmt: skip
     """Plan a run: which GPUs train, which generate, how fast that is and what it costs."""
     from windfall.plan import command
 
     if check is not None:
-        command.check(check)
+        command.check(check, as_json=as_json)
         return
     if not what:
         raise WindfallError("nothing to plan", where="windfall plan", fix="Give a recipe or a model, such as 8B.")
@@ -52,4 +53,5 @@ def plan(
         simulate=simulate,
         write=write,
         overrides=set_ or (),
+        as_json=as_json,
     )

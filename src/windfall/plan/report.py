@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from windfall.plan.choose import ComparedPlan, MachineGroup, PlanChoice
 from windfall.plan.model.cluster import Kind
 from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload
@@ -37,6 +39,29 @@ def report(name: str, request: PlanRequest, choice: PlanChoice) -> list[str]:
             first = " (plan 1)" if row.plan is chosen.plan else ""
             lines.append(f"   {row.tok_per_s:9,.0f}{mark} {usd}  {row.plan.name}{first}")
     return [*lines, "", *picture(chosen.plan)]
+
+
+def fields(name: str, request: PlanRequest, choice: PlanChoice) -> dict[str, Any]:
+    """The plans for `--json`: those to show, best first, and those of the table of speed and cost."""
+    return {
+        "model": name, "objective": request.objective, "plans": [_fields(row, request) for row in choice.ranked],
+        "frontier": [_fields(row, request) for row in choice.frontier], "refused": choice.refused,
+    }  # fmt: skip
+
+
+def _fields(row: ComparedPlan, request: PlanRequest) -> dict[str, Any]:
+    plan, figures = row.plan, row.figures
+    return {
+        "name": plan.name, "simulated": figures is not None, "tok_per_s": row.tok_per_s,
+        "predicted_tok_per_s": plan.tok_per_s, "usd_per_h": plan.usd_per_h, "usd_per_100_steps": row.usd_per_100,
+        "steps": plan.work.steps, "hours": row.hours, "usd": row.hours * plan.usd_per_h,
+        "late": row.is_late(request), "bottleneck": plan.bottleneck, "why": plan.why, "step_s": plan.step_s,
+        "train_s": plan.train_s, "rollout_s": plan.rollout_s, "pull_s": plan.pull_s,
+        "machines": [
+            {"name": p.machine.name, "gpu": p.machine.kind.name, "training": p.training, "engines": list(p.replicas)}
+            for p in plan.placed if p.used
+        ],
+    }  # fmt: skip
 
 
 def _bases(request: PlanRequest) -> list[str]:

@@ -20,7 +20,7 @@ from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run.commands.doctor import doctor
 from windfall.run.commands.env_server import env_server
-from windfall.run.commands.options import Overrides, Policy, RecipeFile, token_option
+from windfall.run.commands.options import Json, Overrides, Policy, RecipeFile, token_option
 from windfall.run.commands.recipes import examples, new
 from windfall.run.commands.recipes import recipe as recipe_keys
 from windfall.types import LeaseKind
@@ -218,13 +218,14 @@ def trainer(
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the fleet of a run: live while it runs, otherwise its last state."""
     from windfall.run.views import top
     from windfall.run_folder import recipe_file
 
     recipe_file(run)
-    top.show(run, once=once)
+    top.show(run, once=once, as_json=as_json)
 
 
 @app.command(name="_controller", hidden=True)
@@ -268,6 +269,7 @@ def evaluate(
     show: Annotated[int, typer.Option(min=0, help="Number of responses to print.")] = 0,
     set: Overrides = None,
     policy: Policy = "",
+    as_json: Json = False,
 ) -> None:
     """Measure the reward of a checkpoint on held-out tasks, which are never trained on."""
     from windfall.recipe.file import load_recipe
@@ -276,7 +278,7 @@ def evaluate(
     parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
     models = offline.find_models(checkpoint, parsed, policy)
     own = policy if policy in models else ""
-    offline.evaluate(models, parsed, policy=own, tasks=tasks, temperature=temperature, show=show)
+    offline.evaluate(models, parsed, policy=own, tasks=tasks, temperature=temperature, show=show, as_json=as_json)
 
 
 def export(
@@ -306,6 +308,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample only from the k most likely tokens. 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     policy: Policy = "",
+    as_json: Json = False,
 ) -> None:
     """Sample responses from a model. A single response is streamed."""
     from windfall.run.commands import offline
@@ -313,7 +316,7 @@ def generate(
 
     path = offline.find_checkpoint(model, policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-    offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed)
+    offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, as_json=as_json)
 
 
 @fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")

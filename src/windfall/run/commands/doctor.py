@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from windfall import __version__
 from windfall.errors import install_command
 from windfall.run.commands.machine import GpuFacts, Machine
+from windfall.run.commands.options import Json
 
 GIB = 1 << 30
 DEMO_MEMORY_BYTES = 3 * GIB
@@ -35,9 +36,7 @@ class Check:
     fix: str = ""
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-) -> None:
+def doctor(as_json: Json = False) -> None:
     """Say what this machine can do, what is missing, and how to add it. Exits with status 1 if there is a problem."""
     from windfall.run.commands import machine
 

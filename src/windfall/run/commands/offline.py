@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -113,17 +114,18 @@ class _Results:
 
 
 def evaluate(
-    models: Mapping[str, str], recipe: Recipe, *, policy: str = "", tasks: int, temperature: float | None, show: int
-) -> None:
+    models: Mapping[str, str], recipe: Recipe, *, policy: str = "", tasks: int, temperature: float | None, show: int,
+    as_json: bool = False,
+) -> None:  # fmt: skip
     """`models`: by policy. `policy`: print only the rewards of its roles, with its own [eval]; by default, those of all
-    policies. `show`: number of tasks whose first response is printed."""
+    policies. `show`: number of tasks whose first response is printed. `as_json`: print only the figures to stdout."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
     if is_agent(recipe):  # a run may have the port of its gateway
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
-    out = Console(highlight=False, soft_wrap=True, emoji=False)
+    out = Console(highlight=False, soft_wrap=True, emoji=False, stderr=as_json)
     options, size = recipe.of(policy).eval, recipe.of(policy).eval.samples
     samplings = {name: recipe.of(name).rollout.sampling(temperature) for name in models}
     if size > 1 and any(sampling.temperature == 0 for sampling in samplings.values()):
@@ -154,9 +156,17 @@ def evaluate(
         raise failures.no_rewards(f"{tasks} held-out tasks", sum(len(found.scores) for found in results.values()))
     for _, example in sorted(shown.items()):
         out.print(example)
+    figures = {role: _figures(options, found) for role, found in sorted(results.items())}
+    if as_json:
+        for role, own in figures.items():
+            own["temperature"] = samplings[policy_of(role)].temperature
+            own["reward"] = own["reward"] if own["graded"] else None  # JSON has no nan
+        fields = {"tasks": tasks, "env": described.description, "skipped": failures.skipped, "roles": figures}
+        print(json.dumps(fields, indent=1))
+        return
     for role, found in sorted(results.items()):
         label = f"{role}: " if role else ""
-        _print_rewards(out, options, found, described.description, label)
+        _print_rewards(out, figures[role], described.description, label)
         out.print(
             f"{label}mean length {_mean(found.lengths):.1f} tokens; "
             f"temperature {samplings[policy_of(role)].temperature:g}; "
@@ -239,20 +249,27 @@ def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> 
     return model, pull, [each.rank for each in adapters.values()]
 
 
-def _print_rewards(out: Console, options: Any, results: _Results, tasks: str, label: str) -> None:
+def _figures(options: Any, results: _Results) -> dict[str, Any]:
+    """What an evaluation found of one role, as in the event `eval`. `error`: the standard error of the mean reward."""
     mean, by_task = _mean(results.rewards), [r for r in results.by_task if r]
     means = [_mean(r) for r in by_task]  # responses to the same task are not independent
     error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
-    of_all = graded({"graded": len(results.rewards), "responses": len(results.lengths)})
-    out.print(f"{label}reward {mean:.3f} ± {error:.3f} (standard error) on {escape(tasks)}{of_all}")
-    more = describe_passes(options, by_task) | describe_scores(results.scores)
-    if line := passes(more).removeprefix(", ") + reward_parts(more):
+    counts = {"graded": len(results.rewards), "responses": len(results.lengths)}
+    figures = {"reward": mean, "error": error, **counts, "mean_tokens": _mean(results.lengths)}
+    return figures | describe_passes(options, by_task) | describe_scores(results.scores)
+
+
+def _print_rewards(out: Console, found: Mapping[str, Any], tasks: str, label: str) -> None:
+    error = f"{found['error']:.3f} (standard error)"
+    out.print(f"{label}reward {found['reward']:.3f} ± {error} on {escape(tasks)}{graded(found)}")
+    if line := passes(found).removeprefix(", ") + reward_parts(found):
         out.print(f"{label}{line.strip()}")
 
 
 def generate(
-    model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
-) -> None:
+    model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int,
+    as_json: bool = False,
+) -> None:  # fmt: skip
     recipe = Recipe(rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens))
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
@@ -273,7 +290,7 @@ def generate(
                               sampling=sampling, stop=text.stop)  # fmt: skip
             engine.add(request)
             tokens[request.id] = []
-    stream = len(tokens) == 1
+    stream = len(tokens) == 1 and not as_json
     printed = ""
     while len(engine):
         for chunk in engine.step():
@@ -285,6 +302,12 @@ def generate(
                 printed = decoded
     if stream:
         print(text.decode(tokens["0/0"])[len(printed) :])
+        return
+    if as_json:
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        made = zip(asked, tokens.values(), strict=True)
+        rows = [{"prompt": prompt, "response": text.decode(ids), "tokens": len(ids)} for prompt, ids in made]
+        print(json.dumps(rows, indent=1))
         return
     for id, response in tokens.items():
         print(f"[{id}] {text.decode(response)}")

@@ -14,6 +14,7 @@ Overrides = Annotated[
 ]
 
 Policy = Annotated[str, typer.Option(metavar="NAME", help="Which policy, if the run has several.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:

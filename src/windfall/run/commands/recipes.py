@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from windfall.errors import WindfallError, nearest, unwritable
+from windfall.recipe.reference import Key
+from windfall.run.commands.options import Json
 
 COLUMNS = {
     "prompt": ("prompt", "question", "problem", "instruction", "input"),
@@ -102,6 +107,7 @@ def response_tokens(model: str) -> int:
 def recipe(
     section: Annotated[str, typer.Argument(metavar="SECTION", help="Print the keys of this section only.")] = "",
     all: Annotated[bool, typer.Option("--all", help="Print all keys, section by section.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the keys of a recipe with their defaults and meanings: the thirty that matter, or those of a section."""
     from rich.console import Console
@@ -111,6 +117,9 @@ def recipe(
 
     columns = ("key", "default", "meaning")
     if not section and not all:
+        if as_json:
+            _print_keys((f"[{where}]", key) for where, key in reference.main_keys())
+            return
         main = [(f"{where}.{key.name}", key.default, key.meaning) for where, key in reference.main_keys()]
         Console(highlight=False).print(plain_table(columns, main))
         return
@@ -119,6 +128,13 @@ def recipe(
     if not chosen:
         known = {heading.strip("[]").partition("]")[0] for heading in sections}
         raise WindfallError(f"unknown section {section!r}", where="windfall recipe", fix=nearest(section, known))
+    if as_json:
+        _print_keys((heading, key) for heading, found in chosen.items() for key in reference.keys_of(found))
+        return
     for heading, found in chosen.items():
         rows = [(key.name, key.default, key.meaning) for key in reference.keys_of(found)]
         Console(highlight=False).print(f"\n{heading}", plain_table(columns, rows), sep="\n", markup=False)
+
+
+def _print_keys(keys: Iterable[tuple[str, Key]]) -> None:
+    print(json.dumps([{"section": heading, **asdict(key)} for heading, key in keys], indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from pathlib import Path
@@ -26,8 +27,14 @@ GONE_SHOWN = 8
 """Number of gone workers in the table: those that left last."""
 
 
-def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
-    """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once."""
+def show(run: Path, *, once: bool = False, as_json: bool = False, every_s: float = 1.0) -> None:
+    """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once.
+    `as_json`: print fleet.json once, and whether the run is live."""
+    if as_json:
+        if (snapshot := folders.read_json(run / "fleet.json")) is None:
+            raise _unreadable(run, folders.held(run))
+        print(json.dumps({"live": folders.held(run), **snapshot}, indent=1))
+        return
     out = Console(highlight=False)
     if not out.is_terminal:
         out.width = max(out.width, WIDE)
@@ -42,18 +49,22 @@ def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
 
 
 def view(run: Path) -> Group:
-    path, live = run / "fleet.json", folders.held(run)
-    snapshot = folders.read_json(path)
+    live, snapshot = folders.held(run), folders.read_json(run / "fleet.json")
     try:
         if snapshot is not None:
             return table(snapshot, live=live, run=run)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         pass  # valid JSON, but not written by a controller
+    raise _unreadable(run, live)
+
+
+def _unreadable(run: Path, live: bool) -> WindfallError:
+    path = run / "fleet.json"
     if not path.exists():
         fix = "Start the run first: its controller writes fleet.json."
-        raise WindfallError("this run has no fleet.json yet", where=str(run), fix=fix)
+        return WindfallError("this run has no fleet.json yet", where=str(run), fix=fix)
     fix = "The run writes it every second: try again." if live else "Resume the run: it writes the file again."
-    raise WindfallError("this file is damaged or cannot be read", where=str(path), fix=fix)
+    return WindfallError("this file is damaged or cannot be read", where=str(path), fix=fix)
 
 
 def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:

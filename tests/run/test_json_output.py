@@ -71,5 +71,5 @@ def test_plan(windfall: Windfall) -> None:
     assert f"1. {best['name']}" in printed
     assert f"bottleneck  {best['bottleneck']}: {best['why']}" in printed
     assert re.search(rf"predicted +{best['predicted_tok_per_s']:,.0f} tok/s", printed)
-    assert {machine["gpu"] for machine in best["machines"]} <= {"H100", "L40S"}
+    assert {machine["gpu"] for machine in best["machines"]} <= {"H100", "L40S spot"}
     assert isinstance(found["commands"], list)

@@ -46,7 +46,7 @@ FILES = Files()
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
     {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "html_page", "parts", "step_time"},
-    {"algorithms", "events", "processes", "devices"},
+    {"algorithms", "events", "processes", "devices", "turns"},
     {"training"},
     {"verbs"},
     {"recipe"},
@@ -114,6 +114,9 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "weights/ranges.py",
     "trainer/model/activation_memory.py",
     "trainer/ranks/rank_budget.py",
+    "turns/accounts.py",
+    "turns/co_running.py",
+    "turns/sharing.py",
     "plan/__init__.py",
     "plan/model/__init__.py",
     "plan/search/__init__.py",

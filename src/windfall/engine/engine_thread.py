@@ -5,6 +5,9 @@
 Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
 orders when there is nothing to generate, and in `emit` while too many frames are unsent.
 
+An engine whose device is shared with other jobs steps only in its turn (turns/client.py). It keeps the turn until
+another process wants it, or there is nothing to generate.
+
 New weights are swapped in between two steps, like every order, so all tokens of one policy in a frame have the same
 version. A swap that raises WindfallError has changed nothing, and the engine goes on with the weights it has. After any
 other error the weights may be a mix of two versions: the engine keeps its responses, but does not step until a swap has
@@ -24,11 +27,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, SiblingTokens, Stats, Tokens, Work
+from windfall.turns import client
+from windfall.turns.client import FREE, DeviceTurn
 from windfall.types import Capabilities, Chunk, Request
 
 Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
 """Returns an engine, and the number of responses that it decodes at once."""
+TURN_WAIT_S = 0.05
+"""How long an order may wait while the engine waits for its turn, or for the trainer without one."""
 P = ParamSpec("P")
 Host = TypeVar("Host", bound="EngineThread")
 
@@ -44,8 +51,11 @@ def order(method: Callable[Concatenate[Host, P], None]) -> Callable[Concatenate[
 
 
 class EngineThread:
-    def __init__(self, engine: Engine | None, slots: int = 0, *, make: Make | None = None) -> None:
-        """Takes an engine, or `make`, which builds it in the engine's thread."""
+    def __init__(
+        self, engine: Engine | None, slots: int = 0, *, make: Make | None = None, turn: DeviceTurn | None = None
+    ) -> None:
+        """Takes an engine, or `make`, which builds it in the engine's thread. `turn`: that of the engine's device; by
+        default, what the environment names."""
         assert (engine is None) == (make is not None), "give an engine, or a function that makes one"
         self._engine = engine
         self.slots = slots
@@ -62,6 +72,9 @@ class EngineThread:
         self._steps = 0
         self._stepped_s = time.monotonic()
         """When the last step ended, or when the engine last got something to do."""
+        self._turn = turn or client.of_environment("rollout")
+        self._in_turn = 0
+        """Tokens generated in the present turn."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._on_failure: Callable[[], None] = lambda: None
 
@@ -199,27 +212,51 @@ class EngineThread:
                 # last, because `built` is true from now on
                 self._engine = engine
                 self._make = None
+            wait_s = 0.0
             while True:
                 idle = self._idle()
                 try:
                     while True:
-                        order = self._orders.get() if idle else self._orders.get_nowait()
+                        order = self._next_order(idle, wait_s)
                         if order is None:
                             return
                         order()
-                        idle = self._idle()
+                        idle, wait_s = self._idle(), 0.0
                 except queue.Empty:
                     pass
-                self._step()
+                wait_s = self._step()
         except BaseException as e:  # fault boundary: this is the only way in which the worker learns of the error
             self.failed = e
             self._on_failure()
+        finally:
+            self._turn.close()
+
+    def _next_order(self, idle: bool, wait_s: float) -> Callable[[], None] | None:
+        if not idle:
+            return self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait()
+        if self._orders.empty():
+            self._give_turn()
+        return self._orders.get()
 
     def _idle(self) -> bool:
         return self._paused or bool(self._mixed) or len(self.engine) == 0
 
-    def _step(self) -> None:
+    def _step(self) -> float:
+        """Step, if it is this engine's turn. Returns how long to wait for an order before the next step."""
+        if not self._turn.take(TURN_WAIT_S, len(self.engine)):
+            self._stepped_s = time.monotonic()  # the time of other processes is no sign of a stall
+            return 0.0
+        generated = self._generated
         self._stepped(self.engine.step())
+        self._in_turn += self._generated - generated
+        waiting = self.waiting_for_trainer and self._turn is not FREE
+        if waiting or self._turn.wanted:
+            self._give_turn()
+        return TURN_WAIT_S if waiting else 0.0
+
+    def _give_turn(self) -> None:
+        self._turn.give(self._in_turn)
+        self._in_turn = 0
 
     def _stepped(self, chunks: list[Chunk]) -> None:
         self._stepped_s = time.monotonic()

@@ -23,6 +23,7 @@ import msgspec
 
 from windfall import devices, errors
 from windfall import run_folder as folders
+from windfall.engine.engine_thread import EngineThread
 from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
 from windfall.link import messages as m
@@ -33,6 +34,7 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWei
 from windfall.trainer.process import RankPart, run_rank
 from windfall.trainer.ranks.ranks import RankLost
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService
+from windfall.turns.client import of_environment
 from windfall.types import LOCAL, Lease
 from windfall.worker.controller_client import ControllerClient
 
@@ -45,7 +47,7 @@ class LocalWorker(OwnEngine):
     """The engine of one rank, and its link to the controller."""
 
     def __init__(self, part: RankPart) -> None:
-        super().__init__()
+        super().__init__(first=part.place.rank == 0)
         self._part = part
         self._slots = 0
         self._kv_dtype: Any = "auto"
@@ -125,6 +127,7 @@ class LocalWorker(OwnEngine):
             patience_s=math.inf,
             address=lambda: (folders.address(terms.folder) or {}).get("url", terms.url),
             ssl=self._ssl(terms),
+            host=lambda make: EngineThread(None, make=make, turn=of_environment("rollout", device=place.local_rank)),
         )
         try:
             failed = await client.run() == 1

@@ -133,7 +133,7 @@ class RankPart:
         self._loaded = loaded or {}
         self._reference = reference
         self.policies = {}
-        self.engine = OwnEngine()
+        self.engine = OwnEngine(first=self.place.rank == 0)
         """The engine of this rank. The rank has its turn while it follows an order."""
         orders.add(self)
 

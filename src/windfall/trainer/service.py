@@ -42,11 +42,14 @@ from windfall.link.base import Link, LinkClosed
 from windfall.link.socket import Dialer
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.training import Adam, CheckpointState, Report, Sample
+from windfall.turns.client import FREE, DeviceTurn, of_environment
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
 has just taken over the port of a dead controller."""
 
+DEVICE_WAIT_S = 10.0
+"""Seconds of one wait for the turn of the devices; there is no limit to how often it waits."""
 NO_WISHES = m.Publish(id="")
 """For a version that the controller did not ask for."""
 
@@ -68,19 +71,26 @@ class Trainer(Protocol):
 
 class OwnEngine:
     """The trainer's own engine, the worker named `local`, as the trainer sees it: they take turns on the trainer's
-    device. run/local_worker.py builds one; this class is for a run without it."""
+    device. run/local_worker.py builds one; this class is for a run without it.
 
-    def __init__(self) -> None:
+    If other jobs share the devices, the trainer first takes the turn of all its devices (turns/client.py). Rank 0 does
+    this for the other ranks, which work only when it says so."""
+
+    def __init__(self, *, first: bool = True, device: DeviceTurn | None = None) -> None:
+        """`first`: whether this is rank 0. `device`: the turn of its devices; by default, as the environment says."""
         self.turn = TrainerTurn()
+        self.device = device or (of_environment("train") if first else FREE)
         self.engine: TrainerEngine | None = None
         """Set when it is built."""
         self._working = False
         """Whether the trainer has the turn. Used only by the one thread that does all tensor work."""
 
     @contextlib.contextmanager
-    def trainer_works(self, *, room: bool) -> Iterator[None]:
+    def trainer_works(self, *, room: bool, tokens: int = 0) -> Iterator[None]:
         """The trainer has the turn in this context, or until it calls `release`. `room`: the engine frees the device
-        memory that it does not need meanwhile."""
+        memory that it does not need meanwhile. `tokens`: how many the work trains on."""
+        while not self.device.take(DEVICE_WAIT_S):
+            pass
         self.turn.acquire()
         self._working = True
         try:
@@ -88,13 +98,14 @@ class OwnEngine:
                 self.engine.make_room()
             yield
         finally:
-            self.release()
+            self.release(tokens)
 
-    def release(self) -> None:
+    def release(self, tokens: int = 0) -> None:
         """End the trainer's turn early, once the current work no longer needs the module and the device."""
         if self._working:
             self._working = False
             self.turn.release()
+            self.device.give(tokens)
 
     def invalidate(self) -> None:
         """The weights are about to change: generate nothing before they belong to a version again."""
@@ -289,8 +300,9 @@ class TrainerService:
                 scored = await self.run_in_thread(self._trained.forward, list(request.samples), request.loss, room=True)
                 return m.LogProbs(old=tuple(np.asarray(s.old, np.float64) for s in scored))
             case m.ForwardBackward():
-                work = self._trained.forward_backward
-                logprobs = await self.run_in_thread(work, list(request.samples), request.loss, room=True)
+                work, samples = self._trained.forward_backward, list(request.samples)
+                tokens = sum(len(sample.ids) for sample in samples)
+                logprobs = await self.run_in_thread(work, samples, request.loss, room=True, tokens=tokens)
                 return m.GradientAdded(s=time.monotonic() - started, logprobs=tuple(logprobs))
             case m.OptimStep():
                 self._updates += 1  # until a version is published, the weights belong to none
@@ -330,13 +342,13 @@ class TrainerService:
             raise WindfallError("this policy is not trained", where="policies", fix="Remove frozen or copy_of.")
         return self.trainer
 
-    async def run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
+    async def run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False, tokens: int = 0) -> Any:
         """The result of the work, which is done in the one thread that does all tensor work, in the trainer's turn.
         A publish ends the turn early, so that the engine continues while a version is hashed. Nothing else overlaps:
         the controller sends its next request after the answer to this one, which contains the digest."""
 
         def locked() -> Any:
-            with self.engine.trainer_works(room=room):
+            with self.engine.trainer_works(room=room, tokens=tokens):
                 return work(*args)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, locked)

@@ -1,0 +1,228 @@
+"""The turns of a process that shares its devices with other jobs. It takes the turn before it computes, and gives it
+when it has nothing to do or another process should go on. The server of the machine (server.py) decides everything.
+
+    process ── {"hello": key, "kind", "device"} ──▶ server       once for each connection
+            ── {"take": n, "rows": r} ──▶
+            ◀── {"turn": n, "sm_share": s} ──                    the turn has begun
+            ◀── {"wanted": n} ──                                 give it after this step
+            ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
+
+The number n counts the turns of a process, so that a late answer is recognized. A process without a connection has no
+turn: a reader thread connects again, with back-off, and asks for the turn anew. Each object is used by one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from windfall import backoff
+from windfall.errors import WindfallError
+from windfall.turns.sharing import Kind
+
+SOCKET, KEY, DEVICES = "WINDFALL_TURNS", "WINDFALL_TURN_KEY", "WINDFALL_TURN_DEVICES"
+"""Environment variables: path of the server's Unix socket, the job's secret, and names of devices, with commas."""
+MAX_LINE_BYTES = 4096
+FIRST_RETRY_S, MOST_RETRY_S = 0.1, 2.0
+
+
+class DeviceTurn(Protocol):
+    """The turn of all devices that a process uses."""
+
+    def take(self, wait_s: float, rows: int = 0) -> bool:
+        """Whether this process has the turn. If not, it waits for it at most `wait_s`, and stays in the queue. `rows`:
+        responses that the engine decodes at once."""
+        ...
+
+    def give(self, work: float = 0.0) -> None:
+        """End the turn, or leave the queue. `work`: tokens that were generated or trained in it."""
+        ...
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another process should have the turn now."""
+        ...
+
+    @property
+    def sm_share(self) -> float:
+        """The part of the device that the present turn allows: 1.0, or less beside another job."""
+        ...
+
+    def close(self) -> None:
+        """End the turn and the connection."""
+        ...
+
+
+class _Free:
+    """A device that the process does not share."""
+
+    wanted = False
+    sm_share = 1.0
+
+    def take(self, wait_s: float, rows: int = 0) -> bool:
+        return True
+
+    def give(self, work: float = 0.0) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+FREE: DeviceTurn = _Free()
+
+
+def of_environment(kind: Kind, environ: Mapping[str, str] = os.environ, *, device: int | None = None) -> DeviceTurn:
+    """The turn of the devices that the environment names. `device`: only the one with this number."""
+    path = environ.get(SOCKET, "")
+    if not path:
+        return FREE
+    key, names = environ.get(KEY, ""), [name for name in environ.get(DEVICES, "").split(",") if name]
+    for variable, value in ((KEY, key), (DEVICES, names)):
+        if not value:
+            fix = f"Set it, or remove {SOCKET}."
+            raise WindfallError(
+                f"{SOCKET} is set, but {variable} is not", where=f"environment variable {variable}", fix=fix
+            )
+    if device is not None:
+        names = names[device : device + 1] or names[-1:]
+    turns = [SharedDevice(path, key, kind, name) for name in sorted(set(names))]
+    return turns[0] if len(turns) == 1 else SharedDevices(turns)
+
+
+class SharedDevice:
+    """The turn of one device."""
+
+    def __init__(self, path: str, key: str, kind: Kind, device: str) -> None:
+        self.device = device
+        self._path = path
+        self._hello = {"hello": key, "kind": kind, "device": device}
+        self._changed = threading.Condition()
+        self._socket: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        self._asked = self._has = self._wanted = self._closed = False
+        self._number = self._rows = 0
+        self._sm_share = 1.0
+        self._said = ""
+
+    def take(self, wait_s: float, rows: int = 0) -> bool:
+        with self._changed:
+            self._rows = rows
+            if not self._asked:
+                self._asked, self._closed = True, False
+                self._ask()
+            if self._reader is None:
+                self._reader = threading.Thread(target=self._read, name=f"turn of {self.device}", daemon=True)
+                self._reader.start()
+            return self._changed.wait_for(lambda: self._has, wait_s)
+
+    def give(self, work: float = 0.0) -> None:
+        with self._changed:
+            if self._asked:
+                self._send({"give": self._number, "work": work})
+            self._asked = self._has = self._wanted = False
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    @property
+    def sm_share(self) -> float:
+        return self._sm_share
+
+    def close(self) -> None:
+        self.give()
+        with self._changed:
+            self._closed = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+
+    def _ask(self) -> None:
+        self._number += 1
+        self._has = self._wanted = False
+        self._send({"take": self._number, "rows": self._rows})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """If there is no connection, the reader sends what counts then."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the reader notices, too
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self) -> None:
+        """Runs in the reader thread: connects again whenever the connection ends."""
+        failures = 0
+        while True:
+            try:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(self._path)
+                    connection.sendall(json.dumps(self._hello).encode() + b"\n")
+                    with self._changed:
+                        self._socket = connection
+                        if self._asked:
+                            self._ask()
+                    with connection.makefile("rb") as lines:
+                        while line := lines.readline(MAX_LINE_BYTES):
+                            self._heard(json.loads(line))
+                            failures = 0
+                    raise ConnectionError("the server has closed the connection")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+                with self._changed:
+                    self._socket, self._has, self._wanted = None, False, False
+                    if self._changed.wait_for(lambda: self._closed, backoff.delay_s(
+                        failures, first_s=FIRST_RETRY_S, limit_s=MOST_RETRY_S
+                    )):  # fmt: skip
+                        self._reader = None
+                        return
+                failures += 1
+                self._say(f"no turns of {self.device} from {self._path}: {e}; trying again, and waiting meanwhile")
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        with self._changed:
+            if "refused" in message:
+                raise ConnectionError(f"refused: {message['refused']}")
+            if self._asked and message.get("turn") == self._number:
+                self._has, self._sm_share, self._said = True, float(message.get("sm_share", 1.0)), ""
+                self._changed.notify_all()
+            elif message.get("wanted") == self._number:
+                self._wanted = self._has
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one write: other threads write lines, too
+
+
+class SharedDevices:
+    """The turns of several devices. All processes take them in the same order, so two never wait for each other."""
+
+    def __init__(self, turns: Sequence[SharedDevice]) -> None:
+        self._turns = sorted(turns, key=lambda turn: turn.device)
+
+    def take(self, wait_s: float, rows: int = 0) -> bool:
+        until_s = time.monotonic() + wait_s
+        return all(turn.take(max(0.0, until_s - time.monotonic()), rows) for turn in self._turns)
+
+    def give(self, work: float = 0.0) -> None:
+        for turn in reversed(self._turns):
+            turn.give(work / len(self._turns))
+
+    @property
+    def wanted(self) -> bool:
+        return any(turn.wanted for turn in self._turns)
+
+    @property
+    def sm_share(self) -> float:
+        return min(turn.sm_share for turn in self._turns)
+
+    def close(self) -> None:
+        for turn in reversed(self._turns):
+            turn.close()

@@ -1,0 +1,485 @@
+"""The turn server of a machine: it decides which process has each device, and records for how long. Client: client.py.
+
+    take ──▶ waiting ── Sharing chooses ──▶ turn ── slice over, another waits: "wanted" ──▶ give
+                                              └── process or connection ends, or it hangs: killed ──▶ the turn ends
+
+Rules:
+- A device has one holder; two of different jobs, if `co_running` is on and the table of measurements allows the pair.
+- Whatever a peer sends, it can harm only its own connection: a bad line closes it. The job is known by its key alone.
+- A process that keeps a turn for `limit_s` while others wait, or after it was asked to give it, is killed (SIGKILL). If
+  it cannot be killed, its connection and its turn end all the same.
+- Every nanosecond of every device is charged (accounts.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from windfall.errors import WindfallError
+from windfall.turns.accounts import IDLE, DeviceAccounts
+from windfall.turns.client import MAX_LINE_BYTES
+from windfall.turns.co_running import CoRunning, Side
+from windfall.turns.sharing import SLICE_S, Kind, Sharing, Turn
+
+LIMIT_S = 300.0
+HELLO_S = 10.0
+"""Seconds that a peer has to say which job it belongs to."""
+MAX_STRANGERS, MAX_OF_JOB = 256, 512
+"""Connections that have not said hello yet, and those of one job."""
+MAX_UNREAD_BYTES = 65536
+"""Of messages that a peer does not read; then its connection ends."""
+MAX_PATH_BYTES = 100
+MEASURABLE = 0.9
+"""A turn is a measurement if at least this part of it was in one company."""
+
+
+@dataclass(slots=True)
+class _Terms:
+    key: bytes
+    share: float
+    priority: int
+    deadline: float | None
+    left_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A connection: one process, one kind of work, one device."""
+
+    job: str
+    kind: Kind
+    device: _Device
+    writer: asyncio.StreamWriter
+    pid: int
+    pidfd: int
+    """-1: the process is in another container, or its end cannot be watched."""
+    number: int = 0
+    side: Side | None = None
+    """What it does in the turn that it waits for or has; None if it does neither."""
+    has_turn: bool = False
+    since_ns: int = 0
+    """When it began to wait, or when its turn began."""
+    began_s: float = 0.0
+    """When its turn began (Unix time)."""
+    asked_ns: int = 0
+    """When it was asked to give the turn; 0: it was not."""
+    sm_share: float = 1.0
+    company_ns: dict[tuple[Side, float] | None, int] = field(default_factory=dict)
+    """How long the turn was alone (None), and beside which sides at which share."""
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.job, self.kind, self.since_ns / 1e9)
+
+
+@dataclass(eq=False, slots=True)
+class _Device:
+    name: str
+    sharing: Sharing
+    settled_ns: int
+    peers: list[_Peer] = field(default_factory=list)
+    """Those that wait for a turn or have it."""
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def holders(self) -> list[_Peer]:
+        return [peer for peer in self.peers if peer.has_turn]
+
+    @property
+    def waiting(self) -> list[_Peer]:
+        return [peer for peer in self.peers if not peer.has_turn]
+
+
+class TurnServer:
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, fields: None,
+        log: Callable[[dict[str, Any]], None] = lambda turn: None,
+        accounts: DeviceAccounts | None = None,
+        co_running: bool = False,
+        slice_s: float = SLICE_S,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """`on_event` gets "hung" when a process was killed, with its device, job, kind, pid and held_s. `log` gets
+        every turn that has ended. `accounts`: those of an earlier server, to go on with."""
+        now_ns = time.monotonic_ns()
+        self.accounts = accounts or DeviceAccounts(devices, now_ns)
+        self.table = CoRunning()
+        self._devices = {name: _Device(name, Sharing(slice_s), now_ns) for name in devices}
+        self._jobs: dict[str, _Terms] = {}
+        self._peers: set[_Peer] = set()
+        self._strangers = 0
+        self._on_event, self._log = on_event, log
+        self._co_running, self._slice_s, self._limit_s = co_running, slice_s, limit_s
+        self._server: asyncio.Server | None = None
+        self._path: Path | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, path: Path) -> None:
+        """Listen on this Unix socket, which only this user can open."""
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            fix = "Use a folder with a shorter path."
+            raise WindfallError(f"a socket's path has at most {MAX_PATH_BYTES} bytes", where=str(path), fix=fix)
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        path.chmod(0o600)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=MAX_LINE_BYTES, backlog=1024)
+        self._path = path
+
+    async def close(self) -> None:
+        """End all turns and connections."""
+        if self._server is not None:
+            self._server.close()
+        for device in self._devices.values():
+            if device.timer is not None:
+                device.timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    # Jobs
+
+    def register(
+        self, key: str, job: str, *, share: float = 1.0, priority: int = 0, deadline: float | None = None
+    ) -> None:
+        """Let processes with this key take turns for the job. `deadline`: Unix time."""
+        assert job != IDLE and key, "a job has a name and a key"
+        self._jobs[job] = _Terms(_digest(key), share, priority, deadline)
+        self._apply_terms(job)
+
+    def update(
+        self,
+        job: str,
+        *,
+        share: float | None = None,
+        priority: int | None = None,
+        deadline: float | None = None,
+        left_s: float | None = None,
+    ) -> None:
+        """Change what is given. `left_s`: seconds that the job would still need if it had its devices alone."""
+        terms = self._jobs[job]
+        terms.share = terms.share if share is None else share
+        terms.priority = terms.priority if priority is None else priority
+        terms.deadline = terms.deadline if deadline is None else deadline
+        terms.left_s = terms.left_s if left_s is None else left_s
+        self._apply_terms(job)
+
+    def forget(self, job: str) -> None:
+        """End all turns and connections of the job. Its time stays in the accounts."""
+        for peer in [peer for peer in self._peers if peer.job == job]:
+            self._leave(peer)
+        self._jobs.pop(job, None)
+        for device in self._devices.values():
+            device.sharing.forget(job)
+        self.table.forget(job)
+
+    def _apply_terms(self, job: str) -> None:
+        terms = self._jobs[job]
+        deadline_s = math.inf if terms.deadline is None else terms.deadline - time.time() + time.monotonic()
+        for device in self._devices.values():
+            device.sharing.set_terms(
+                job, share=terms.share, priority=terms.priority, deadline_s=deadline_s, left_s=terms.left_s
+            )
+            self._schedule(device)
+
+    # Views
+
+    def charged(self) -> dict[str, dict[str, int]]:
+        """Nanoseconds of every device by job; idle time by ""."""
+        return self.accounts.charged(time.monotonic_ns())
+
+    def snapshot(self) -> dict[str, Any]:
+        now_ns, charged = time.monotonic_ns(), self.charged()
+        devices = {}
+        for name, device in self._devices.items():
+            holders, used_s = device.holders, {job: ns / 1e9 for job, ns in charged[name].items()}
+            idle_s = used_s.pop(IDLE)
+            devices[name] = {
+                "job": holders[0].job if holders else "",
+                "kind": holders[0].kind if holders else "",
+                "beside": holders[1].job if len(holders) > 1 else "",
+                "idle_s": idle_s,
+                "used_s": used_s,
+                "waiting": [
+                    {"job": peer.job, "kind": peer.kind, "for_s": (now_ns - peer.since_ns) / 1e9}
+                    for peer in device.waiting
+                ],
+            }
+        jobs = {
+            job: {
+                "share": terms.share,
+                "priority": terms.priority,
+                "late": any(device.sharing.late(job, now_ns / 1e9) for device in self._devices.values()),
+                "processes": len({peer.pid for peer in self._peers if peer.job == job}),
+            }
+            for job, terms in self._jobs.items()
+        }
+        return {"devices": devices, "jobs": jobs, "co_running": self.table.table()}
+
+    # Connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task, peer = asyncio.current_task(), None
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            peer = await self._greet(reader, writer)
+            while peer is not None and (line := await reader.readline()):
+                self._hear(peer, json.loads(line))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass  # a bad line, or a connection that has ended: the same end for both
+        except asyncio.CancelledError:
+            pass  # the server closes
+        finally:
+            if peer is not None:
+                self._leave(peer)
+            writer.transport.abort()
+            self._tasks.discard(task)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Peer | None:
+        if self._strangers >= MAX_STRANGERS:
+            return None
+        self._strangers += 1
+        try:
+            hello = json.loads(await asyncio.wait_for(reader.readline(), HELLO_S))
+        finally:
+            self._strangers -= 1
+        digest = _digest(str(hello["hello"]))
+        job = next((job for job, terms in self._jobs.items() if terms.key == digest), None)
+        device = self._devices.get(str(hello["device"]))
+        why = ""
+        if job is None:
+            why = "no job has this key now"
+        elif device is None:
+            why = f"this machine has no device {hello['device']!r}; it has {', '.join(self._devices)}"
+        elif hello["kind"] not in get_args(Kind):
+            why = f"unknown kind; expected one of: {', '.join(get_args(Kind))}"
+        elif sum(peer.job == job for peer in self._peers) >= MAX_OF_JOB:
+            why = f"the job has {MAX_OF_JOB} connections"
+        if why or job is None or device is None:
+            _send(writer, {"refused": why})
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(writer.drain(), HELLO_S)
+            return None
+        pid, pidfd = _process(writer)
+        peer = _Peer(job, hello["kind"], device, writer, pid, pidfd)
+        if pidfd >= 0:  # a child of it may hold the connection open after its end
+            asyncio.get_running_loop().add_reader(pidfd, self._leave, peer)
+        self._peers.add(peer)
+        return peer
+
+    def _hear(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        if "take" in message:
+            if peer.side is not None:
+                raise ValueError("it asks for a second turn")
+            rows = _whole(message["rows"])
+            peer.number, peer.side = _whole(message["take"]), Side.of(peer.job, peer.kind, rows)
+            peer.since_ns = time.monotonic_ns()
+            peer.device.peers.append(peer)
+            peer.device.sharing.begin(peer.job, peer.since_ns / 1e9)
+            self._schedule(peer.device)
+        elif _whole(message["give"]) == peer.number and peer.side is not None:
+            work = float(message["work"])
+            if not 0 <= work < 1e15:
+                raise ValueError("no amount of work")
+            self._end(peer, work)
+
+    def _leave(self, peer: _Peer) -> None:
+        """The connection ends, and with it the turn."""
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        if peer.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(peer.pidfd)
+            os.close(peer.pidfd)
+        peer.writer.transport.abort()
+        self._end(peer, 0.0)
+
+    # Turns
+
+    def _schedule(self, device: _Device) -> None:
+        """Begin and ask for turns as it should be now, and look again when the next limit is reached."""
+        now_ns = self._settle(device)
+        while (chosen := self._choose(device, now_ns / 1e9)) is not None:
+            self._begin(*chosen, now_ns)
+        waiting, next_s = device.waiting, math.inf
+        for peer in device.holders:
+            limit_ns = self._kill_at_ns(peer, waiting, now_ns)
+            if limit_ns <= now_ns:
+                self._kill(peer, (now_ns - peer.since_ns) / 1e9)  # this also schedules
+                return
+            in_s = self._ask_in_s(peer, waiting, now_ns / 1e9)
+            if in_s <= 0 and not peer.asked_ns:
+                peer.asked_ns = now_ns
+                self._tell(peer, {"wanted": peer.number})
+                limit_ns = self._kill_at_ns(peer, waiting, now_ns)
+            next_s = min(next_s, in_s if not peer.asked_ns else math.inf, (limit_ns - now_ns) / 1e9)
+        if device.timer is not None:
+            device.timer.cancel()
+        device.timer = None
+        if math.isfinite(next_s):
+            device.timer = asyncio.get_running_loop().call_later(max(0.001, next_s), self._schedule, device)
+
+    def _choose(self, device: _Device, now_s: float) -> tuple[_Peer, float] | None:
+        """The process that gets a turn now, and its part of the device."""
+        holders, waiting = device.holders, {peer.turn: peer for peer in device.waiting}
+        if not holders and waiting:
+            chosen = device.sharing.next(waiting, now_s)
+            assert chosen is not None
+            return waiting[chosen], 1.0
+        if not self._co_running or len(holders) != 1:
+            return None
+        (holder,) = holders
+        allowed = dict[Turn, tuple[_Peer, float]]()
+        for turn, peer in waiting.items():
+            if (sm_share := self._share_beside(holder, peer, now_s)) is not None:
+                allowed[turn] = peer, sm_share
+        chosen = device.sharing.next(allowed, now_s)
+        return None if chosen is None else allowed[chosen]
+
+    def _share_beside(self, holder: _Peer, peer: _Peer, now_s: float) -> float | None:
+        """The part of the device that the process may have beside the holder, if it may run."""
+        assert holder.side is not None and peer.side is not None
+        own, other = self._jobs[holder.job].share, self._jobs[peer.job].share
+        sm_share = self.table.share_for(holder.side, peer.side, own / (own + other), now_s)
+        if sm_share is None or peer.kind == "train":
+            return sm_share
+        return 1.0 if holder.kind != "train" or holder.sm_share == sm_share else None
+
+    def _ask_in_s(self, peer: _Peer, waiting: list[_Peer], now_s: float) -> float:
+        """In how many seconds the process should give its turn."""
+        in_s = peer.device.sharing.yields_in_s(peer.turn, [other.turn for other in waiting], now_s)
+        if self._co_running and peer.kind == "rollout":  # short turns are measurements
+            in_s = min(in_s, max(0.0, peer.since_ns / 1e9 + self._slice_s - now_s))
+        return in_s
+
+    def _kill_at_ns(self, peer: _Peer, waiting: list[_Peer], now_ns: int) -> float:
+        """When the process counts as hung if it still has the turn."""
+        if not waiting or (peer.kind == "rollout" and not peer.asked_ns):
+            return math.inf
+        same = (p for p in self._peers if (p.pid, p.job, p.kind) == (peer.pid, peer.job, peer.kind))
+        if any(p.side is not None and not p.has_turn for p in same):  # it waits for another of its devices
+            return now_ns + self._limit_s * 1e9
+        return (peer.asked_ns or peer.since_ns) + self._limit_s * 1e9
+
+    def _begin(self, peer: _Peer, sm_share: float, now_ns: int) -> None:
+        # What a process needs in device memory for this turn would be made room for here, before it is told.
+        peer.has_turn, peer.since_ns, peer.began_s = True, now_ns, time.time()
+        peer.asked_ns, peer.sm_share, peer.company_ns = 0, sm_share, {}
+        self._account(peer.device, now_ns)
+        self._tell(peer, {"turn": peer.number, "sm_share": sm_share})
+
+    def _end(self, peer: _Peer, work: float) -> None:
+        """End the turn of the process, or remove it from the queue."""
+        device, side = peer.device, peer.side
+        if side is None:
+            return
+        now_ns = self._settle(device)
+        device.peers.remove(peer)
+        peer.side = None
+        if all(other.job != peer.job for other in device.peers):
+            device.sharing.end(peer.job, now_ns / 1e9)
+        if peer.has_turn:
+            peer.has_turn = False
+            self._account(device, now_ns)
+            company = max(peer.company_ns, key=lambda which: peer.company_ns[which], default=None)
+            took_ns = now_ns - peer.since_ns
+            if peer.company_ns.get(company, 0) >= MEASURABLE * took_ns:
+                beside, sm_share = company or (None, 1.0)
+                self.table.observe(side, took_ns / 1e9, work, beside, sm_share)
+            self._log(
+                {
+                    "device": device.name,
+                    "job": peer.job,
+                    "kind": peer.kind,
+                    "start_s": peer.began_s,
+                    "end_s": peer.began_s + took_ns / 1e9,
+                    "work": work,
+                    "beside": company[0].job if company else "",
+                }
+            )
+        self._schedule(device)
+
+    def _kill(self, peer: _Peer, held_s: float) -> None:
+        fields = {"device": peer.device.name, "job": peer.job, "kind": peer.kind, "pid": peer.pid, "held_s": held_s}
+        if peer.pidfd >= 0 and peer.pid != os.getpid():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
+        self._leave(peer)
+        self._on_event("hung", fields)
+
+    def _settle(self, device: _Device) -> int:
+        """Charge the jobs of the holders for the time until now, in ns."""
+        now_ns, holders = time.monotonic_ns(), device.holders
+        passed_ns, device.settled_ns = now_ns - device.settled_ns, now_ns
+        for peer in holders:
+            others = [other for other in holders if other is not peer]
+            sm_share = min(other.sm_share for other in holders)
+            company = (others[0].side, sm_share) if others and others[0].side else None
+            peer.company_ns[company] = peer.company_ns.get(company, 0) + passed_ns
+            device.sharing.use(peer.job, passed_ns / len(holders) / 1e9)
+        return now_ns
+
+    def _account(self, device: _Device, now_ns: int) -> None:
+        """Charge the holders from now on; two by their progress, as far as it was measured."""
+        weights = dict.fromkeys((peer.job for peer in device.holders), 1.0)
+        if len(weights) > 1:
+            a, b = device.holders
+            assert a.side is not None and b.side is not None
+            sm_share = min(a.sm_share, b.sm_share)
+            speeds = (
+                self.table.relative_speed(a.side, b.side, sm_share),
+                self.table.relative_speed(b.side, a.side, sm_share),
+            )
+            if speeds[0] and speeds[1]:
+                weights = {a.job: speeds[0], b.job: speeds[1]}
+        self.accounts.hold(device.name, weights, now_ns)
+
+    def _tell(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        _send(peer.writer, message)
+        if peer.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            asyncio.get_running_loop().call_soon(self._leave, peer)
+
+
+def _digest(key: str) -> bytes:
+    """Digests are compared, so the time of a comparison says nothing about a key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _send(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
+    if not writer.transport.is_closing():
+        writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError("no whole number")
+    return value
+
+
+def _process(writer: asyncio.StreamWriter) -> tuple[int, int]:
+    """The pid of the process at the other end, and a file descriptor of it that stays true if the pid is used again."""
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = struct.unpack("3i", credentials)[0]
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:  # an old kernel, or another container
+        return pid, -1

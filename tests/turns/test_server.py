@@ -318,3 +318,52 @@ def test_turns_of_the_environment() -> None:
     for missing in ("WINDFALL_TURN_KEY", "WINDFALL_TURN_DEVICES"):
         with pytest.raises(WindfallError, match=missing):
             of_environment("train", {**names, missing: ""})
+
+
+def test_co_running_pairs_have_the_device_together(path: Path) -> None:
+    """Beside each other, both do 90 % of what they do alone."""
+    stop = threading.Event()
+    with served(path, slice_s=0.02, co_running=True) as server:
+
+        def work(client: SharedDevice, turn_s: float, rest_s: float) -> None:
+            while not stop.is_set():
+                if client.take(0.05, rows=8):
+                    began_s, speed = time.monotonic(), 1.0
+                    while time.monotonic() < began_s + turn_s and not client.wanted:
+                        time.sleep(0.002)
+                    if server.snapshot()["devices"]["gpu"]["beside"]:
+                        speed = 0.9
+                    client.give(1000 * speed * (time.monotonic() - began_s))
+                    time.sleep(rest_s)
+
+        trainer, rollout = server.client("a", "train"), server.client("b")
+        threads = [
+            threading.Thread(target=work, args=(trainer, 0.1, 0.05)),
+            threading.Thread(target=work, args=(rollout, 10.0, 0.0)),
+        ]
+        with closed(trainer, rollout):
+            for thread in threads:
+                thread.start()
+            until(lambda: server.snapshot()["devices"]["gpu"]["beside"], "both to have the device")
+            until(
+                lambda: {t["job"] for t in server.turns if t["beside"]} == {"a", "b"}, "turns of both beside the other"
+            )
+            stop.set()
+            for thread in threads:
+                thread.join(WAIT_S)
+        measured = server.snapshot()["co_running"]
+        charged = server.call(server.server.charged)["gpu"]
+    assert {row["side"]["kind"] for row in measured} == {"rollout", "train"}
+    assert min(charged.values()) > 0
+
+
+def test_a_device_has_one_holder_unless_co_running_is_on(server: Served) -> None:
+    a, b = server.client("a", "train"), server.client("b")
+    with closed(a, b):
+        for _ in range(5):
+            assert a.take(WAIT_S)
+            assert not b.take(0.02)
+            a.give(100)
+            assert b.take(WAIT_S)
+            b.give(100)
+    assert not any(turn["beside"] for turn in server.turns)

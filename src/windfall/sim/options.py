@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from windfall.errors import WindfallError
+from windfall.turns.sharing import SLICE_S
 
 What = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RECIPE.toml | calibrate FILE...",
-        help="Recipe to simulate; or calibrate, followed by event logs of runs.",
+        metavar="RECIPE.toml... | calibrate FILE...",
+        help="Recipe to simulate, or several that share machines; or calibrate, followed by event logs of runs.",
     ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with its own seed.")]
@@ -22,14 +23,19 @@ Compare = Annotated[str, typer.Option(help="Variants to compare, separated by co
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key; may be repeated.")
 ]
+SliceS = Annotated[
+    float, typer.Option(min=0.0, help="Seconds of a turn of generation, with several recipes. Others wait meanwhile.")
+]
 
 
 def sim(
-    what: What = None, seeds: Seeds = 1, out: Out = None, compare: Compare = "windfall", set: Overrides = None
-) -> None:
+    what: What = None, seeds: Seeds = 1, out: Out = None, compare: Compare = "windfall", set: Overrides = None,
+    slice_s: SliceS = SLICE_S,
+) -> None:  # fmt: skip
     """Simulate a run in virtual time to see its cost and speed: the real controller with simulated machines.
 
-    [b]RECIPE.toml[/b] simulates a recipe.
+    [b]RECIPE.toml[/b] simulates a recipe; several recipes: their jobs on the same machines, together and one after the
+    other.
 
     [b]calibrate FILE...[/b] fits simulated machines to the event log of a run and prints them as a part of a recipe.
     """
@@ -41,9 +47,11 @@ def sim(
         event_log.main([Path(w) for w in what[1:]])
         return
     from windfall.recipe.file import load_recipe
+    from windfall.sim.jobs import report
     from windfall.sim.report import compare as variants
 
     if len(what) > 1:
-        fix = "Simulate one recipe at a time."
-        raise WindfallError(f"{len(what)} recipes given", where="windfall sim", fix=fix)
+        recipes = [(file, load_recipe(Path(file), set)) for file in what]
+        report.main(recipes, seeds=seeds, names=compare, out=out, slice_s=slice_s)
+        return
     variants.main(load_recipe(Path(what[0]), set), seeds=seeds, names=compare, out=out)

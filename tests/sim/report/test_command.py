@@ -77,7 +77,7 @@ def test_every_variant_builds() -> None:
         (["--set", "sim.trainer_mean_up_s=3600"], "does not lose its trainer"),
         (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nothing could be generated"),
         (["--set", "run.steps=1"], "1 steps were completed"),
-        (["second.toml"], "one recipe at a time"),
+        (["second.toml"], "second.toml"),
     ],
 )
 def test_wrong_input_is_rejected(words: list[str], why: str) -> None:

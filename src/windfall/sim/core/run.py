@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -199,6 +200,17 @@ def _acceptance(s: Sim) -> DraftAcceptance | None:
     return DraftAcceptance(points=sorted(s.acceptance), verify_rows=s.verify_rows) if s.acceptance else None
 
 
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Search for cycles of objects rarely."""
+    before = gc.get_threshold()
+    gc.set_threshold(*GC_THRESHOLD)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def simulate(
     scenario: Scenario,
     log: Path,
@@ -221,9 +233,5 @@ def simulate(
             simulation.life.events.close()
         return simulation
 
-    before = gc.get_threshold()
-    gc.set_threshold(*GC_THRESHOLD)
-    try:
+    with quiet_collector():
         return loops.run(main, loop)
-    finally:
-        gc.set_threshold(*before)

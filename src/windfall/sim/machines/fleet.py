@@ -21,6 +21,7 @@ from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.turn import FREE, Turn, TurnTaker
 from windfall.sim.machines.weight_store import StoreNetwork
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
@@ -56,6 +57,8 @@ class SimFleet:
         self.stays: list[Stay] = []
         """Stays of all machines of the trace so far."""
         self.make_link: Callable[..., SimLink] = SimLink
+        self.turn_of: Callable[[str, TurnTaker], Turn] = lambda device, taker: FREE
+        """The turn of a device, by its name: LOCAL is the trainer's machine."""
         self._starts: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
         self._kinds: dict[str, MachineKind] = {}
@@ -174,7 +177,13 @@ class SimFleet:
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
         worker = self.workers[node] = self.worker_class(spec, self._token_schedule, self._attend, started_s=started_s)
+        worker.turn = self.turn_of(node, worker)
         worker.dial()
+
+    def stop(self) -> None:
+        """The run has ended: its workers leave all machines."""
+        for node in list(self.workers):
+            self._kill(node)
 
     def take_down(self, node: str) -> None:
         self._up.pop(node).end_s = asyncio.get_running_loop().time()

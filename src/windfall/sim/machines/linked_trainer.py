@@ -15,6 +15,7 @@ from typing import Any
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.turn import FREE, Turn
 from windfall.sim.machines.weight_store import MAX_DELTAS, WeightStore
 from windfall.sim.machines.worker import SimWorker
 from windfall.step_time import StepTime
@@ -85,6 +86,9 @@ class LinkedTrainer:
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time from which it is paid for."""
+        self.turn: Turn = FREE
+        """The turn of its device."""
+        self._granted: asyncio.Future[None] | None = None
         self.trained_tokens = 0
         """Real tokens trained on so far."""
         self.starts = 0
@@ -111,6 +115,12 @@ class LinkedTrainer:
         if link is not None:
             link.cut(why)
             self._orders.put_nowait(None)
+
+    def stop(self) -> None:
+        """The run has ended: its process ends."""
+        self.cut("the run has ended")
+        if self._process is not None:
+            self._process.cancel()
 
     async def _run(self) -> None:
         self._dial()
@@ -222,10 +232,24 @@ class LinkedTrainer:
             if local is not None:
                 await local.pause_for_training()
             try:
+                await self._take_turn()
                 await asyncio.sleep(seconds)
             finally:
+                self.turn.give()
                 if local is not None:
                     local.resume_after_training()
+
+    async def _take_turn(self) -> None:
+        if not self.turn.take():
+            self._granted = asyncio.get_running_loop().create_future()
+            await self._granted
+
+    def turn_granted(self) -> None:
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_result(None)
+
+    def turn_wanted(self) -> None:
+        """A piece of training is not interrupted."""
 
     def _real_tokens(self, samples: tuple[Sample, ...]) -> int:
         """Real tokens of these samples. The first token of a response identifies it."""

@@ -23,6 +23,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
 from windfall.sim.machines.prefix_cache import PrefixCache
+from windfall.sim.machines.turn import FREE, Turn
 from windfall.sim.machines.weight_store import StoreNetwork, WeightReading, WeightStore
 from windfall.step_time import StepTime
 from windfall.types import Lease
@@ -77,11 +78,17 @@ class _PauseForTraining(NamedTuple):
     done: asyncio.Future[None]
 
 
+class _GiveTurn(NamedTuple):
+    """An internal order: another job should have the turn of this device."""
+
+
 class SimWorker:
     def __init__(self, spec: WorkerSpec, token_schedule: TokenSchedule, attend: Attend, *, started_s: float) -> None:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
+        self.turn: Turn = FREE
+        """The turn of its device."""
         self._held: dict[str, tuple[int, str]] = {}
         """By policy: version and digest of its weights."""
         self._base = ""
@@ -161,9 +168,16 @@ class SimWorker:
         self._training = False
         self._start_steps()
 
+    def turn_granted(self) -> None:
+        self._start_steps()
+
+    def turn_wanted(self) -> None:
+        self._queue_order(_GiveTurn())
+
     def _disconnect(self, why: str) -> None:
         link, self.link = self.link, None
         self._stop_timer()
+        self.turn.give()
         self._drop_all()
         self._cache.clear()
         self._stop_reading()
@@ -294,6 +308,8 @@ class SimWorker:
                 self._swap(order)
             case m.Load():
                 self._start_load(order)
+            case _GiveTurn():
+                self.turn.give()
             case _PauseForTraining():
                 self._training = True
                 if not order.done.done():  # the trainer may have been killed
@@ -349,7 +365,12 @@ class SimWorker:
     def _start_steps(self, from_now: bool = True) -> None:
         """Start stepping if there is work and nothing prevents it. `from_now`: the step begins now, not at the end of
         the last one."""
-        if self._timer is not None or self._paused or self._training or not len(self._decode):
+        if self._timer is not None:
+            return
+        if self._paused or self._training or not len(self._decode):
+            self.turn.give()
+            return
+        if not self.turn.take():
             return
         self._began_s = max(self._began_s, self._loop.time()) if from_now else self._began_s
         self._decode.speculate()

@@ -146,12 +146,12 @@ class TurnServer:
         """End all turns and connections."""
         if self._server is not None:
             self._server.close()
-        for device in self._devices.values():
-            if device.timer is not None:
-                device.timer.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for device in self._devices.values():
+            if device.timer is not None:
+                device.timer.cancel()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -15,8 +15,9 @@ defaults. `windfall recipe --all` prints every key.
 `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any work
 starts. Some keys need an extra, such as `wandb`: run `pip install -e '.[wandb]'` in a clone. `-` in the default column
 means that the key is not set. `windfall recipe` prints these tables on the console, and `windfall new`
-writes a recipe with the thirty keys that matter. This page is generated from `src/windfall/recipe/` by
-`scripts/recipe_reference.py`.
+writes a recipe with the thirty keys that matter. `format = 1`, before the first section, is the version of the format;
+a file without it has format 1, and a newer format than windfall knows is refused. This page is generated from
+`src/windfall/recipe/` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 

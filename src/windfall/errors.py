@@ -65,6 +65,17 @@ def install_command(extra: str) -> str:
     return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
 
 
+def newer_format(what: str, found: int, newest: int, where: object) -> WindfallError:
+    """The error for a file that a newer windfall wrote. `found`: its format; `newest`: the newest one known here.
+
+    >>> print(newer_format("the journal", 2, 1, "runs/demo/journal/000004.wal"))
+    runs/demo/journal/000004.wal: the journal has format 2, but this windfall knows formats up to 1
+    A newer windfall wrote it: use the same version, or a later one.
+    """
+    what = f"{what} has format {found}, but this windfall knows formats up to {newest}"
+    return WindfallError(what, where=str(where), fix="A newer windfall wrote it: use the same version, or a later one.")
+
+
 async def guard(main: Coroutine[Any, Any, T]) -> T:
     """Run `main`; raise the first exception that asyncio would otherwise only log."""
     loop = asyncio.get_running_loop()

@@ -15,12 +15,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from windfall import parts
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError, nearest, newer_format
 from windfall.recipe import shipped
 from windfall.recipe.env_sections import ENVS
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import REMOVED, suggestion
 
+FORMAT = 1
+"""Version of the format of recipes. Change it when a key gets another meaning; keys that are gone are refused by name.
+A file without `format` has format 1."""
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
 
 
@@ -65,10 +68,20 @@ def _files_in(folder: Path) -> list[str]:
 def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:
     for text in overrides:
         _override(data, text)
+    data = {**data}
+    _check_format(data.pop("format", 1), where)
     try:
         return Recipe.model_validate(data)
     except ValidationError as e:
         raise WindfallError("\n".join(_explain(e.errors(), data)), where=where) from None
+
+
+def _check_format(number: Any, where: str) -> None:
+    if type(number) is not int or number < 1:
+        what = f"'format' = {number!r}: this is the version of the recipe's format, a whole number"
+        raise WindfallError(what, where=where, fix=f"Write format = {FORMAT}, or leave it out.")
+    if number > FORMAT:
+        raise newer_format("the recipe", number, FORMAT, where)
 
 
 def _override(data: dict[str, Any], text: str) -> None:
@@ -139,7 +152,7 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
 
 def dump_recipe(recipe: Recipe, *, all_keys: bool = True) -> str:
     """The recipe as TOML. `load_recipe` reads it back to an equal recipe. `all_keys`: also those at their defaults."""
-    lines: list[str] = []
+    lines = [f"format = {FORMAT}", ""]
     for section, values in recipe.model_dump(exclude_none=True, exclude_defaults=not all_keys).items():
         if not values:  # [policies] of a run that has one
             continue

@@ -3,7 +3,7 @@
     checkpoints/step-000040/
       config.json  model.safetensors  tokenizer files        the model
       windfall/optimizer.safetensors                         float32 masters, Adam's moments
-      windfall/state.json                                    step, data position, version
+      windfall/state.json                                    format, step, data position, version
       windfall/checksums.json                                size and xxh3_128 of every other file
 
 If the run trains adapters, adapter_config.json and adapter_model.safetensors (PEFT) take the place of the model.
@@ -34,11 +34,14 @@ import numpy as np
 import xxhash
 
 from windfall import run_folder as folders
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, newer_format
 from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import STATE, AdapterBase
 
+FORMAT = 1
+"""Version of the format of checkpoints. Change it when an older windfall could not resume from what this one writes.
+Checkpoints of 0.3 have no number: they have format 1."""
 _PARTIAL = ".partial-"
 OPTIMIZER = "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -148,7 +151,8 @@ def save(
     try:
         for leftover in folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(leftover)
-        _write(work, asdict(state) | ({"base": asdict(base)} if base else {}), write_model, tokenizer, write_optimizer)
+        fields = {"format": FORMAT, **asdict(state), **({"base": asdict(base)} if base else {})}
+        _write(work, fields, write_model, tokenizer, write_optimizer)
         work.rename(final)
         _sync(folder)
     except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types propagate
@@ -231,6 +235,10 @@ def read_base(checkpoint: Path) -> AdapterBase | None:
 def _read(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads((checkpoint / STATE).read_text())
+        if type(number := state.get("format", 1)) is not int or number < 1:
+            raise ValueError(f"not a format: {number!r}")
+        if number > FORMAT:
+            raise newer_format("the checkpoint", number, FORMAT, checkpoint / STATE)
         if not all(type(state[key]) is int and state[key] >= 0 for key in ("step", "next_task")):
             raise ValueError(f"not a state: {state}")
         for key in _LISTS:

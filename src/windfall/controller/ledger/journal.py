@@ -144,7 +144,7 @@ class Journal:
             os.truncate(path, valid_bytes)
             self._file.seek(0, os.SEEK_END)
         # Handles start from 1 again in every controller process, so each process begins with a record of its own.
-        self._write(records.Started(settings=self._settings, next_task=next_task))
+        self._write(records.Started(settings=self._settings, next_task=next_task, format=records.FORMAT))
         self.flush()  # from now on an empty file means that its contents were lost
 
     def _write(self, record: msgspec.Struct) -> None:

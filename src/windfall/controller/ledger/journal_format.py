@@ -28,10 +28,13 @@ import msgspec
 import xxhash
 
 from windfall.controller.ledger.episode import smallest
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, newer_format
 from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
 
+FORMAT = 1
+"""Version of the records, `Tokens` of link/messages.py included. Change it when a file of this version would be read
+wrongly by an older windfall, or one of an older windfall by this one. Journals of 0.3 have no number: they have 1."""
 FILE_NAME = re.compile(r"[0-9]{6,}\.wal")
 HEAD = struct.Struct("<II")
 """Before every record: its length in bytes and its checksum."""
@@ -46,6 +49,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1)
     settings: str
     next_task: int = -1
     """The first task that no earlier file has tokens of, if the file begins with this record; -1: not known."""
+    format: int = 1
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
@@ -128,7 +132,14 @@ def read_records(path: Path) -> Iterator[tuple[int, JournalRecord]]:
             if len(payload) != length or xxhash.xxh32_intdigest(payload) != checksum:
                 return
             end += HEAD.size + length
-            yield end, decode(payload)
+            try:
+                record = decode(payload)
+            except msgspec.ValidationError as e:  # the checksum is right, so it was written like this
+                what, fix = f"a record of another version of windfall: {e}", "Use the version that wrote the journal."
+                raise WindfallError(what, where=str(path), fix=fix) from e
+            if isinstance(record, Started) and record.format > FORMAT:
+                raise newer_format("the journal", record.format, FORMAT, path)
+            yield end, record
 
 
 def file_path(folder: Path, step: int) -> Path:

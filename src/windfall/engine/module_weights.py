@@ -109,11 +109,7 @@ class WeightMemory:
         for storage in self._storages.values():
             storage.resize_(0)
         self.freed = True
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-        else:
-            with contextlib.suppress(AttributeError):  # not glibc, which would keep the pages for later
-                ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory(on_gpu=self._on_gpu)
 
     def allocate(self) -> None:
         """Allocate the memory, uninitialized, unless it is allocated already."""
@@ -121,3 +117,12 @@ class WeightMemory:
             for address, storage in self._storages.items():
                 storage.resize_(self._sizes[address])
             self.freed = False
+
+
+def return_freed_memory(*, on_gpu: bool) -> None:
+    """Give memory that this process has freed back to the device, so that other processes can use it."""
+    if on_gpu:
+        torch.cuda.empty_cache()
+    else:
+        with contextlib.suppress(AttributeError):  # not glibc, which would keep the pages for later
+            ctypes.CDLL(None).malloc_trim(0)

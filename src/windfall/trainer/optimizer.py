@@ -8,7 +8,7 @@ of the gradient needs the other ranks: all of them clip by the same norm, or ski
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -124,6 +124,12 @@ class Optimizer:
         if self.ranks.size == 1:
             return float(norm)
         return math.sqrt(float(self.ranks.sum(norm.double().square().to(self.ranks.device))))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What only training needs: masters that the model does not compute with, gradients, and Adam's moments."""
+        yield from (master for name, master in self._master.items() if master is not self._model[name])
+        yield from self.gradients.all()
+        yield from (state[key] for state in self._adam.state.values() for key in MOMENTS)
 
     def state(self) -> dict[str, RankRows]:
         """Everything that a run needs to resume bit for bit, except the weights of the model itself. Every rank calls

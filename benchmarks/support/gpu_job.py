@@ -30,6 +30,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "1.7b": {
+        **_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "8b": {
         **_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "tie_word_embeddings": False,

@@ -1,6 +1,6 @@
 """Which trainers have their state on a device, if the states of all jobs do not fit at the same time. Pure.
 
-    asleep, in pinned memory ── its turn comes, and there is room ──▶ awake, on the device ── others need room ──▶ asleep
+    asleep, in pinned memory ─ its turn comes, and there is room ──▶ awake, on the device ── others need room ──▶ asleep
 
 Rules:
 - the states that are awake on a device, and those on their way, fit into its limit; one alone is always allowed;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windfall.turns.co_running import ALONE_TURNS, RETRY_S, SM_SHARES, TRIAL_TURNS, CoRunning, Side
+from windfall.turns.co_running import ALONE_TURNS, RETRY_S, TRIAL_TURNS, CoRunning, Side
 
 TRAIN, ROLLOUT = Side.of("a", "train", 0), Side.of("b", "rollout", 64)
 
@@ -15,63 +15,59 @@ def alone(table: CoRunning, *sides: Side, rate: float = 100.0) -> None:
             table.observe(side, 2.0, 2.0 * rate)
 
 
-def together(table: CoRunning, train: float, rollout: float, sm_share: float, turns: int = TRIAL_TURNS) -> None:
+def together(table: CoRunning, train: float, rollout: float, turns: int = TRIAL_TURNS) -> None:
     for _ in range(turns):
-        table.observe(TRAIN, 1.0, 100.0 * train, ROLLOUT, sm_share)
-        table.observe(ROLLOUT, 1.0, 100.0 * rollout, TRAIN, sm_share)
+        table.observe(TRAIN, 1.0, 100.0 * train, ROLLOUT)
+        table.observe(ROLLOUT, 1.0, 100.0 * rollout, TRAIN)
 
 
 def test_never_without_measurements_of_both_alone() -> None:
     table = CoRunning()
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) is None
+    assert not table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)
     alone(table, TRAIN)
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) is None
+    assert not table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)
     alone(table, ROLLOUT)
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) == SM_SHARES[0]
-    assert table.share_for(ROLLOUT, TRAIN, 0.5, 0.0) == SM_SHARES[0]
+    assert table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)
+    assert table.may_co_run(ROLLOUT, TRAIN, 0.5, 0.0)
 
 
-def test_each_share_is_tried_and_the_best_is_kept() -> None:
+def test_a_pair_goes_on_while_it_pays() -> None:
     table = CoRunning()
     alone(table, TRAIN, ROLLOUT)
-    together(table, 0.6, 0.5, SM_SHARES[0])
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) == SM_SHARES[1]
-    together(table, 0.6, 0.7, SM_SHARES[1])
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) == SM_SHARES[1]
-    assert table.relative_speed(ROLLOUT, TRAIN, SM_SHARES[1]) == pytest.approx(0.7)
-    together(table, 0.4, 0.4, SM_SHARES[1], turns=50)  # it does not pay any more: back to the other share
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) == SM_SHARES[0]
+    together(table, 0.6, 0.7)
+    assert table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)
+    assert table.relative_speed(ROLLOUT, TRAIN) == pytest.approx(0.7)
+    together(table, 0.4, 0.4, turns=50)
+    assert not table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)
 
 
 @pytest.mark.parametrize(("train", "rollout", "fair"), [(0.5, 0.54, 0.5), (0.3, 1.0, 0.5), (0.75, 0.3, 0.2)])
 def test_no_co_running_without_a_gain_or_if_one_side_pays_for_it(train: float, rollout: float, fair: float) -> None:
     table = CoRunning()
     alone(table, TRAIN, ROLLOUT)
-    for share in SM_SHARES:
-        together(table, train, rollout, share)
-    assert table.share_for(TRAIN, ROLLOUT, fair, 10.0) is None
-    assert table.share_for(ROLLOUT, TRAIN, 1 - fair, 10.0 + RETRY_S - 1) is None
-    assert table.share_for(TRAIN, ROLLOUT, fair, 10.0 + RETRY_S) == SM_SHARES[0], "it is tried again, but rarely"
-    assert table.relative_speed(TRAIN, ROLLOUT, SM_SHARES[0]) is None
+    together(table, train, rollout)
+    assert not table.may_co_run(TRAIN, ROLLOUT, fair, 10.0)
+    assert not table.may_co_run(ROLLOUT, TRAIN, 1 - fair, 10.0 + RETRY_S - 1)
+    assert table.may_co_run(TRAIN, ROLLOUT, fair, 10.0 + RETRY_S), "it is tried again, but rarely"
+    assert table.relative_speed(TRAIN, ROLLOUT) is None
 
 
 def test_a_side_that_reports_nothing_is_not_tried_forever() -> None:
     table = CoRunning()
     alone(table, TRAIN, ROLLOUT)
     for _ in range(1000):
-        share = table.share_for(TRAIN, ROLLOUT, 0.5, 0.0)
-        if share is None:
+        if not table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0):
             return
-        table.observe(ROLLOUT, 1.0, 100.0, TRAIN, share)
+        table.observe(ROLLOUT, 1.0, 100.0, TRAIN)
     pytest.fail("the pair still co-runs, though training was never measured beside rollout")
 
 
 def test_a_job_does_not_run_beside_itself_and_forgotten_jobs_leave_nothing() -> None:
     table, own = CoRunning(), Side.of("a", "rollout", 64)
     alone(table, TRAIN, own, ROLLOUT)
-    assert table.share_for(TRAIN, own, 0.5, 0.0) is None
-    together(table, 1.0, 1.0, 1.0)
+    assert not table.may_co_run(TRAIN, own, 0.5, 0.0)
+    together(table, 1.0, 1.0)
     assert len(table.table()) == 2
     table.forget("b")
     assert table.table() == []
-    assert table.share_for(TRAIN, ROLLOUT, 0.5, 0.0) is None
+    assert not table.may_co_run(TRAIN, ROLLOUT, 0.5, 0.0)

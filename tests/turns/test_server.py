@@ -308,7 +308,6 @@ def test_turns_of_the_environment() -> None:
     assert of_environment("train", {}) is FREE
     assert FREE.take(0.0)
     assert not FREE.wanted
-    assert FREE.sm_share == 1.0
     names = {"WINDFALL_TURNS": "/x", "WINDFALL_TURN_KEY": "k", "WINDFALL_TURN_DEVICES": "b,a"}
     both, second = of_environment("train", names), of_environment("rollout", names, device=1)
     assert isinstance(both, SharedDevices)
@@ -367,3 +366,77 @@ def test_a_device_has_one_holder_unless_co_running_is_on(server: Served) -> None
             assert b.take(WAIT_S)
             b.give(100)
     assert not any(turn["beside"] for turn in server.turns)
+
+
+class KeptState:
+    """A trainer's state that says where it is."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.awake = True
+        self.moves = 0
+
+    def sleep(self) -> None:
+        self.awake, self.moves = False, self.moves + 1
+
+    def wake(self) -> None:
+        self.awake = True
+
+
+def test_trainers_whose_states_do_not_fit_together_replace_each_other(path: Path) -> None:
+    states = {job: KeptState(60) for job in "abc"}
+    stop, failures = threading.Event(), []
+
+    def train(job: str, client: SharedDevice) -> None:
+        while not stop.is_set():
+            if client.take(0.05):
+                if not states[job].awake:
+                    failures.append(f"{job} works without its state")
+                time.sleep(0.002)
+                client.give(1)
+
+    with served(path, slice_s=0.01, state_bytes=130) as server:
+        clients = {job: SharedDevice(str(path), f"key-{job}", "train", "gpu", states[job]) for job in "abc"}
+        threads = [threading.Thread(target=train, args=item) for item in clients.items()]
+        with closed(*clients.values()):
+            for thread in threads:
+                thread.start()
+            until(lambda: len(server.turns) >= 200, "200 turns")
+            until(lambda: {t["job"] for t in server.turns[-100:]} == set("abc"), "turns of all jobs among the last")
+            stop.set()
+            for thread in threads:
+                thread.join(WAIT_S)
+            assert sum(state.awake for state in states.values()) <= 2
+            asleep = server.snapshot()["devices"]["gpu"]["asleep"]
+            assert asleep == [job for job, state in states.items() if not state.awake]
+            worked = len(server.turns)
+    assert not failures
+    moves = sum(state.moves for state in states.values())
+    assert 0 < moves < worked / 5, "a state that was fetched works for a while before it leaves"
+
+
+def test_a_trainer_that_does_not_sleep_when_asked_is_killed(path: Path) -> None:
+    program = """
+class Stuck:
+    nbytes = 60
+    def wake(self): pass
+    def sleep(self):
+        while True: time.sleep(1)
+import time
+from windfall.turns.client import SharedDevice
+turn = SharedDevice(turn._path, "key-a", "train", "gpu", Stuck())
+assert turn.take(60)
+turn.give()
+print("given")
+time.sleep(600)
+"""
+    with served(path, limit_s=0.5, state_bytes=100) as server:
+        process, b = server.process(program, "a", "train"), KeptState(60)
+        client = SharedDevice(str(path), "key-b", "train", "gpu", b)
+        with closed(client):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "given\n"
+            assert client.take(WAIT_S)
+            assert process.wait(WAIT_S) == -signal.SIGKILL
+            process.communicate()
+            assert [event for event, _ in server.events] == ["hung"]

@@ -47,7 +47,7 @@ class LocalWorker(OwnEngine):
     """The engine of one rank, and its link to the controller."""
 
     def __init__(self, part: RankPart) -> None:
-        super().__init__(first=part.place.rank == 0)
+        super().__init__(first=part.place.rank == 0, state=part.state)
         self._part = part
         self._slots = 0
         self._kv_dtype: Any = "auto"

@@ -21,7 +21,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -48,6 +48,7 @@ from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
+from windfall.trainer.sleep import SleepingState
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
@@ -133,7 +134,9 @@ class RankPart:
         self._loaded = loaded or {}
         self._reference = reference
         self.policies = {}
-        self.engine = OwnEngine(first=self.place.rank == 0)
+        self.state = SleepingState(self._state)
+        """What can sleep while other jobs train on this device."""
+        self.engine = OwnEngine(first=self.place.rank == 0, state=self.state)
         """The engine of this rank. The rank has its turn while it follows an order."""
         orders.add(self)
 
@@ -184,6 +187,11 @@ class RankPart:
             store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
             part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
         return part
+
+    def _state(self) -> Iterator[torch.Tensor]:
+        for part in self.policies.values():
+            if part.trainer is not None:
+                yield from part.trainer.optimizer.tensors()
 
     @property
     def files(self) -> HeldFiles:

@@ -2,10 +2,12 @@
 when it has nothing to do or another process should go on. The server of the machine (server.py) decides everything.
 
     process ── {"hello": key, "kind", "device"} ──▶ server       once for each connection
-            ── {"take": n, "rows": r} ──▶
-            ◀── {"turn": n, "sm_share": s} ──                    the turn has begun
+            ── {"take": n, "rows": r, "bytes": b} ──▶            b: bytes of its state that can sleep
+            ◀── {"turn": n} ──                                   the turn has begun
             ◀── {"wanted": n} ──                                 give it after this step
             ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
+            ◀── {"sleep": true} ──                               only to a trainer without the turn: free the device's
+            ── {"slept": s} ──▶                                  memory; it took so many seconds
 
 The number n counts the turns of a process, so that a late answer is recognized. A process without a connection has no
 turn: a reader thread connects again, with back-off, and asks for the turn anew. Each object is used by one thread.
@@ -50,13 +52,22 @@ class DeviceTurn(Protocol):
         """Whether another process should have the turn now."""
         ...
 
-    @property
-    def sm_share(self) -> float:
-        """The part of the device that the present turn allows: 1.0, or less beside another job."""
-        ...
-
     def close(self) -> None:
         """End the turn and the connection."""
+        ...
+
+
+class State(Protocol):
+    """What a process keeps on its device between turns, and can put elsewhere."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def sleep(self) -> None:
+        """Free the device's memory. Raises RuntimeError if that is impossible; then nothing has changed."""
+        ...
+
+    def wake(self) -> None:
+        """Have the state on the device, if it is not there."""
         ...
 
 
@@ -64,7 +75,6 @@ class _Free:
     """A device that the process does not share."""
 
     wanted = False
-    sm_share = 1.0
 
     def take(self, wait_s: float, rows: int = 0) -> bool:
         return True
@@ -79,8 +89,11 @@ class _Free:
 FREE: DeviceTurn = _Free()
 
 
-def of_environment(kind: Kind, environ: Mapping[str, str] = os.environ, *, device: int | None = None) -> DeviceTurn:
-    """The turn of the devices that the environment names. `device`: only the one with this number."""
+def of_environment(
+    kind: Kind, environ: Mapping[str, str] = os.environ, *, device: int | None = None, state: State | None = None
+) -> DeviceTurn:
+    """The turn of the devices that the environment names. `device`: only the one with this number. `state`: what can
+    sleep while other jobs have the device. A process with several devices keeps it awake."""
     path = environ.get(SOCKET, "")
     if not path:
         return FREE
@@ -93,26 +106,31 @@ def of_environment(kind: Kind, environ: Mapping[str, str] = os.environ, *, devic
             )
     if device is not None:
         names = names[device : device + 1] or names[-1:]
-    turns = [SharedDevice(path, key, kind, name) for name in sorted(set(names))]
-    return turns[0] if len(turns) == 1 else SharedDevices(turns)
+    if len(names) == 1:
+        return SharedDevice(path, key, kind, names[0], state)
+    return SharedDevices([SharedDevice(path, key, kind, name) for name in sorted(set(names))])
 
 
 class SharedDevice:
     """The turn of one device."""
 
-    def __init__(self, path: str, key: str, kind: Kind, device: str) -> None:
+    def __init__(self, path: str, key: str, kind: Kind, device: str, state: State | None = None) -> None:
         self.device = device
+        self._state = state
+        self._state_lock = threading.Lock()
         self._path = path
         self._hello = {"hello": key, "kind": kind, "device": device}
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._reader: threading.Thread | None = None
         self._asked = self._has = self._wanted = self._closed = False
-        self._number = self._rows = 0
-        self._sm_share = 1.0
+        self._number = self._rows = self._bytes = 0
         self._said = ""
 
     def take(self, wait_s: float, rows: int = 0) -> bool:
+        if self._state is not None and not self._asked:
+            with self._state_lock:
+                self._bytes = self._state.nbytes
         with self._changed:
             self._rows = rows
             if not self._asked:
@@ -121,7 +139,10 @@ class SharedDevice:
             if self._reader is None:
                 self._reader = threading.Thread(target=self._read, name=f"turn of {self.device}", daemon=True)
                 self._reader.start()
-            return self._changed.wait_for(lambda: self._has, wait_s)
+            has = self._changed.wait_for(lambda: self._has, wait_s)
+        if has and self._state is not None:
+            self._state.wake()
+        return has
 
     def give(self, work: float = 0.0) -> None:
         with self._changed:
@@ -132,10 +153,6 @@ class SharedDevice:
     @property
     def wanted(self) -> bool:
         return self._wanted
-
-    @property
-    def sm_share(self) -> float:
-        return self._sm_share
 
     def close(self) -> None:
         self.give()
@@ -149,7 +166,7 @@ class SharedDevice:
     def _ask(self) -> None:
         self._number += 1
         self._has = self._wanted = False
-        self._send({"take": self._number, "rows": self._rows})
+        self._send({"take": self._number, "rows": self._rows, "bytes": self._bytes})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         """If there is no connection, the reader sends what counts then."""
@@ -186,14 +203,27 @@ class SharedDevice:
                 self._say(f"no turns of {self.device} from {self._path}: {e}; trying again, and waiting meanwhile")
 
     def _heard(self, message: Mapping[str, Any]) -> None:
+        if "sleep" in message and self._state is not None:
+            self._sleep(self._state)
         with self._changed:
             if "refused" in message:
                 raise ConnectionError(f"refused: {message['refused']}")
             if self._asked and message.get("turn") == self._number:
-                self._has, self._sm_share, self._said = True, float(message.get("sm_share", 1.0)), ""
+                self._has, self._said = True, ""
                 self._changed.notify_all()
             elif message.get("wanted") == self._number:
                 self._wanted = self._has
+
+    def _sleep(self, state: State) -> None:
+        """This process has no turn until the answer, so its own thread leaves the state alone meanwhile."""
+        began_s = time.monotonic()
+        try:
+            with self._state_lock:
+                state.sleep()
+        except RuntimeError as e:  # no memory for it; the other job may then find too little on the device
+            self._say(f"the trainer's state stays on {self.device}: {e}")
+        with self._changed:
+            self._send({"slept": time.monotonic() - began_s})
 
     def _say(self, line: str) -> None:
         if line != self._said:
@@ -218,10 +248,6 @@ class SharedDevices:
     @property
     def wanted(self) -> bool:
         return any(turn.wanted for turn in self._turns)
-
-    @property
-    def sm_share(self) -> float:
-        return min(turn.sm_share for turn in self._turns)
 
     def close(self) -> None:
         for turn in reversed(self._turns):

@@ -3,9 +3,9 @@ than they do in turns. Pure; the caller gives the time.
 
 - Every turn that ends is a measurement of a rate: work (tokens) per second of its kind, alone or beside another side. A
   side is a job, the kind of its work and, for rollout, the bucket of its rows.
-- A pair is tried once both sides were measured alone, first at the first of SM_SHARES for the training side, then at
-  the next, until each side has ended TRIAL_TURNS turns. It co-runs on at the best share, if the relative speeds of the
-  two add up to at least GAIN, and neither side is slower than SLOWEST times what its fair share would give it.
+- A pair is tried once both sides were measured alone, until each side has ended TRIAL_TURNS turns. It co-runs on if the
+  relative speeds of the two add up to at least GAIN, and neither side is slower than SLOWEST times what its fair share
+  would give it.
 - A pair that was refused is tried again after RETRY_S. One that co-runs is still measured.
 """
 
@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 
 from windfall.turns.sharing import Kind
 
-SM_SHARES = (1.0, 0.75)
-"""Parts of the device that the training side may use beside another job."""
 GAIN = 1.05
 SLOWEST = 1.5
 ALONE_TURNS, TRIAL_TURNS = 3, 4
@@ -56,55 +54,46 @@ class _Rate:
 class CoRunning:
     def __init__(self) -> None:
         self._alone: dict[Side, _Rate] = {}
-        self._beside: dict[tuple[Side, Side, float], _Rate] = {}
-        """By the side whose rate it is, the other side, and the share of the training side."""
+        self._beside: dict[tuple[Side, Side], _Rate] = {}
+        """By the side whose rate it is, and the other side."""
         self._refused_s: dict[tuple[Side, Side], float] = {}
 
-    def observe(
-        self, side: Side, seconds: float, work: float, beside: Side | None = None, sm_share: float = 1.0
-    ) -> None:
+    def observe(self, side: Side, seconds: float, work: float, beside: Side | None = None) -> None:
         """A turn of this side has ended. All of it was alone, or all of it beside the other side."""
         if seconds <= 0 or work <= 0:
             return
         if beside is None:
             rate = self._alone.setdefault(side, _Rate())
         else:
-            rate = self._beside.setdefault((side, beside, sm_share), _Rate())
+            rate = self._beside.setdefault((side, beside), _Rate())
         rate.observe(work / seconds)
 
-    def relative_speed(self, side: Side, beside: Side, sm_share: float = 1.0) -> float | None:
+    def relative_speed(self, side: Side, beside: Side) -> float | None:
         """The rate of a side beside another one, as a part of its rate alone. None: not measured yet."""
-        alone, together = self._alone.get(side), self._beside.get((side, beside, sm_share))
+        alone, together = self._alone.get(side), self._beside.get((side, beside))
         return together.per_s / alone.per_s if alone and together else None
 
-    def share_for(self, a: Side, b: Side, fair: float, now_s: float) -> float | None:
-        """The part of the device for the training side if these two may co-run now, else None. `fair`: the part of the
-        device's time that `a` gets in turns; `b` gets the rest."""
+    def may_co_run(self, a: Side, b: Side, fair: float, now_s: float) -> bool:
+        """Whether these two may have the device at the same time now. `fair`: the part of the device's time that `a`
+        gets in turns; `b` gets the rest."""
         if a.job == b.job or any(self._turns_alone(side) < ALONE_TURNS for side in (a, b)):
-            return None
+            return False
         pair = (min(a, b), max(a, b))
         refused_s = self._refused_s.get(pair)
         if refused_s is not None:
             if now_s - refused_s < RETRY_S:
-                return None
+                return False
             del self._refused_s[pair]
-            for share in SM_SHARES:  # measure anew
-                self._beside.pop((a, b, share), None)
-                self._beside.pop((b, a, share), None)
-        shares = SM_SHARES if "train" in (a.kind, b.kind) else SM_SHARES[:1]
-        gains = dict[float, float]()
-        for share in shares:
-            tried = [self._beside.get(key, _Rate()).turns for key in ((a, b, share), (b, a, share))]
-            if min(tried) < TRIAL_TURNS and max(tried) < 10 * TRIAL_TURNS:  # a side may give no measurement for long
-                return share
-            speeds = self.relative_speed(a, b, share) or 0.0, self.relative_speed(b, a, share) or 0.0
-            if speeds[0] >= fair / SLOWEST and speeds[1] >= (1 - fair) / SLOWEST:
-                gains[share] = sum(speeds)
-        best = max(gains, key=lambda share: gains[share], default=None)
-        if best is not None and gains[best] >= GAIN:
-            return best
+            self._beside.pop((a, b), None)  # measure anew
+            self._beside.pop((b, a), None)
+        tried = [self._beside.get(key, _Rate()).turns for key in ((a, b), (b, a))]
+        if min(tried) < TRIAL_TURNS and max(tried) < 10 * TRIAL_TURNS:  # a side may give no measurement for long
+            return True
+        speeds = self.relative_speed(a, b) or 0.0, self.relative_speed(b, a) or 0.0
+        if speeds[0] >= fair / SLOWEST and speeds[1] >= (1 - fair) / SLOWEST and sum(speeds) >= GAIN:
+            return True
         self._refused_s[pair] = now_s
-        return None
+        return False
 
     def table(self) -> list[dict[str, object]]:
         """What was measured beside other sides, for views."""
@@ -112,11 +101,10 @@ class CoRunning:
             {
                 "side": asdict(side),
                 "beside": asdict(other),
-                "sm_share": share,
                 "turns": rate.turns,
-                "relative_speed": self.relative_speed(side, other, share),
+                "relative_speed": self.relative_speed(side, other),
             }
-            for (side, other, share), rate in self._beside.items()
+            for (side, other), rate in self._beside.items()
         ]
 
     def forget(self, job: str) -> None:

@@ -65,6 +65,9 @@ class Residence:
         if (state := self.states.get(key)) is not None and not state.awake:
             state.awake, state.worked_s = True, 0.0
 
+    def is_awake(self, key: int) -> bool:
+        return key not in self.states or self.states[key].awake
+
     def sleepers(self, key: int) -> list[int]:
         """The trainers that must sleep before this one can work, those first that were used least recently.
 

@@ -32,6 +32,7 @@ from windfall.errors import WindfallError
 from windfall.turns.accounts import IDLE, DeviceAccounts
 from windfall.turns.client import MAX_LINE_BYTES
 from windfall.turns.co_running import CoRunning, Side
+from windfall.turns.residence import Residence
 from windfall.turns.sharing import SLICE_S, Kind, Sharing, Turn
 
 LIMIT_S = 300.0
@@ -76,9 +77,12 @@ class _Peer:
     """When its turn began (Unix time)."""
     asked_ns: int = 0
     """When it was asked to give the turn; 0: it was not."""
-    sm_share: float = 1.0
-    company_ns: dict[tuple[Side, float] | None, int] = field(default_factory=dict)
-    """How long the turn was alone (None), and beside which sides at which share."""
+    company_ns: dict[Side | None, int] = field(default_factory=dict)
+    """How long the turn was alone (None), and beside which sides."""
+    state_bytes: int = 0
+    """What its state needs on the device; 0: it has none that can sleep."""
+    sleeps_since_ns: int = 0
+    """When its state was asked to sleep; 0: it was not, or has answered."""
 
     @property
     def turn(self) -> Turn:
@@ -89,6 +93,7 @@ class _Peer:
 class _Device:
     name: str
     sharing: Sharing
+    residence: Residence
     settled_ns: int
     peers: list[_Peer] = field(default_factory=list)
     """Those that wait for a turn or have it."""
@@ -114,13 +119,15 @@ class TurnServer:
         co_running: bool = False,
         slice_s: float = SLICE_S,
         limit_s: float = LIMIT_S,
+        state_bytes: int = 0,
     ) -> None:
         """`on_event` gets "hung" when a process was killed, with its device, job, kind, pid and held_s. `log` gets
-        every turn that has ended. `accounts`: those of an earlier server, to go on with."""
+        every turn that has ended. `accounts`: those of an earlier server, to go on with. `state_bytes`: upper limit for
+        the states of trainers on one device (residence.py); 0: they all fit."""
         now_ns = time.monotonic_ns()
         self.accounts = accounts or DeviceAccounts(devices, now_ns)
         self.table = CoRunning()
-        self._devices = {name: _Device(name, Sharing(slice_s), now_ns) for name in devices}
+        self._devices = {name: _Device(name, Sharing(slice_s), Residence(state_bytes), now_ns) for name in devices}
         self._jobs: dict[str, _Terms] = {}
         self._peers: set[_Peer] = set()
         self._strangers = 0
@@ -218,6 +225,7 @@ class TurnServer:
                 "beside": holders[1].job if len(holders) > 1 else "",
                 "idle_s": idle_s,
                 "used_s": used_s,
+                "asleep": [peer.job for peer in self._peers_of(device) if not device.residence.is_awake(id(peer))],
                 "waiting": [
                     {"job": peer.job, "kind": peer.kind, "for_s": (now_ns - peer.since_ns) / 1e9}
                     for peer in device.waiting
@@ -290,17 +298,22 @@ class TurnServer:
         if "take" in message:
             if peer.side is not None:
                 raise ValueError("it asks for a second turn")
-            rows = _whole(message["rows"])
-            peer.number, peer.side = _whole(message["take"]), Side.of(peer.job, peer.kind, rows)
+            number, rows, state_bytes = map(_whole, (message["take"], message["rows"], message.get("bytes", 0)))
+            peer.number, peer.side, peer.state_bytes = number, Side.of(peer.job, peer.kind, rows), state_bytes
             peer.since_ns = time.monotonic_ns()
+            if peer.state_bytes:
+                peer.device.residence.join(id(peer), peer.state_bytes, peer.since_ns / 1e9)
             peer.device.peers.append(peer)
             peer.device.sharing.begin(peer.job, peer.since_ns / 1e9)
             self._schedule(peer.device)
+        elif "slept" in message:
+            if not peer.sleeps_since_ns:
+                raise ValueError("it was not asked to sleep")
+            peer.sleeps_since_ns = 0
+            peer.device.residence.slept(id(peer), _amount(message["slept"]))
+            self._schedule(peer.device)
         elif _whole(message["give"]) == peer.number and peer.side is not None:
-            work = float(message["work"])
-            if not 0 <= work < 1e15:
-                raise ValueError("no amount of work")
-            self._end(peer, work)
+            self._end(peer, _amount(message["work"]))
 
     def _leave(self, peer: _Peer) -> None:
         """The connection ends, and with it the turn."""
@@ -311,7 +324,11 @@ class TurnServer:
             asyncio.get_running_loop().remove_reader(peer.pidfd)
             os.close(peer.pidfd)
         peer.writer.transport.abort()
-        self._end(peer, 0.0)
+        peer.device.residence.leave(id(peer))
+        if peer.side is not None:
+            self._end(peer, 0.0)
+        else:
+            self._schedule(peer.device)  # there may be room now for the state of another
 
     # Turns
 
@@ -319,50 +336,76 @@ class TurnServer:
         """Begin and ask for turns as it should be now, and look again when the next limit is reached."""
         now_ns = self._settle(device)
         while (chosen := self._choose(device, now_ns / 1e9)) is not None:
-            self._begin(*chosen, now_ns)
+            self._begin(chosen, now_ns)
         waiting, next_s = device.waiting, math.inf
-        for peer in device.holders:
+        ready = self._ready(device, now_ns / 1e9)
+        if len(ready) < len(waiting):
+            next_s = device.residence.next_change_s(now_ns / 1e9)
+        for peer in self._peers_of(device):
             limit_ns = self._kill_at_ns(peer, waiting, now_ns)
             if limit_ns <= now_ns:
-                self._kill(peer, (now_ns - peer.since_ns) / 1e9)  # this also schedules
+                self._kill(peer, (now_ns - (peer.sleeps_since_ns or peer.since_ns)) / 1e9)  # this also schedules
                 return
-            in_s = self._ask_in_s(peer, waiting, now_ns / 1e9)
-            if in_s <= 0 and not peer.asked_ns:
+            next_s = min(next_s, (limit_ns - now_ns) / 1e9)
+            if not peer.has_turn or peer.asked_ns:
+                continue
+            in_s = self._ask_in_s(peer, ready, now_ns / 1e9)
+            if in_s <= 0:
                 peer.asked_ns = now_ns
                 self._tell(peer, {"wanted": peer.number})
-                limit_ns = self._kill_at_ns(peer, waiting, now_ns)
-            next_s = min(next_s, in_s if not peer.asked_ns else math.inf, (limit_ns - now_ns) / 1e9)
+                in_s = self._limit_s
+            next_s = min(next_s, in_s)
         if device.timer is not None:
             device.timer.cancel()
         device.timer = None
         if math.isfinite(next_s):
             device.timer = asyncio.get_running_loop().call_later(max(0.001, next_s), self._schedule, device)
 
-    def _choose(self, device: _Device, now_s: float) -> tuple[_Peer, float] | None:
-        """The process that gets a turn now, and its part of the device."""
-        holders, waiting = device.holders, {peer.turn: peer for peer in device.waiting}
-        if not holders and waiting:
-            chosen = device.sharing.next(waiting, now_s)
-            assert chosen is not None
-            return waiting[chosen], 1.0
-        if not self._co_running or len(holders) != 1:
-            return None
-        (holder,) = holders
-        allowed = dict[Turn, tuple[_Peer, float]]()
-        for turn, peer in waiting.items():
-            if (sm_share := self._share_beside(holder, peer, now_s)) is not None:
-                allowed[turn] = peer, sm_share
-        chosen = device.sharing.next(allowed, now_s)
-        return None if chosen is None else allowed[chosen]
+    def _choose(self, device: _Device, now_s: float) -> _Peer | None:
+        """The process that gets a turn now. A trainer whose state needs room first gets it when the others sleep."""
+        holders, ready = device.holders, self._ready(device, now_s)
+        if holders:
+            (holder, *others) = holders
+            if others or not self._co_running:
+                return None
+            ready = [peer for peer in ready if self._may_co_run(holder, peer, now_s)]
+        turns = {peer.turn: peer for peer in ready}
+        while (turn := device.sharing.next(turns, now_s)) is not None:
+            if self._has_room(turns[turn]):
+                return turns[turn]
+            del turns[turn]
+        return None
 
-    def _share_beside(self, holder: _Peer, peer: _Peer, now_s: float) -> float | None:
-        """The part of the device that the process may have beside the holder, if it may run."""
-        assert holder.side is not None and peer.side is not None
+    def _ready(self, device: _Device, now_s: float) -> list[_Peer]:
+        """The processes that wait, without those that must first sleep or whose state had to replace another too
+        soon."""
+        waiting = device.waiting
+        trainers = {id(peer) for peer in waiting if peer.state_bytes}
+        return [
+            peer
+            for peer in waiting
+            if not peer.sleeps_since_ns
+            and (not peer.state_bytes or device.residence.may_work(id(peer), trainers, now_s))
+        ]
+
+    def _has_room(self, peer: _Peer) -> bool:
+        """Whether the state of this trainer, if it has one, fits on the device now. If not, others are asked to sleep;
+        those that work now are asked later."""
+        sleepers = set(peer.device.residence.sleepers(id(peer)))
+        for other in self._peers_of(peer.device):
+            if id(other) in sleepers and not other.has_turn and not other.sleeps_since_ns:
+                other.sleeps_since_ns = time.monotonic_ns()
+                self._tell(other, {"sleep": True})
+        return not sleepers
+
+    def _peers_of(self, device: _Device) -> list[_Peer]:
+        return [peer for peer in self._peers if peer.device is device]
+
+    def _may_co_run(self, holder: _Peer, peer: _Peer, now_s: float) -> bool:
+        assert holder.side is not None
+        assert peer.side is not None
         own, other = self._jobs[holder.job].share, self._jobs[peer.job].share
-        sm_share = self.table.share_for(holder.side, peer.side, own / (own + other), now_s)
-        if sm_share is None or peer.kind == "train":
-            return sm_share
-        return 1.0 if holder.kind != "train" or holder.sm_share == sm_share else None
+        return self.table.may_co_run(holder.side, peer.side, own / (own + other), now_s)
 
     def _ask_in_s(self, peer: _Peer, waiting: list[_Peer], now_s: float) -> float:
         """In how many seconds the process should give its turn."""
@@ -372,20 +415,22 @@ class TurnServer:
         return in_s
 
     def _kill_at_ns(self, peer: _Peer, waiting: list[_Peer], now_ns: int) -> float:
-        """When the process counts as hung if it still has the turn."""
-        if not waiting or (peer.kind == "rollout" and not peer.asked_ns):
+        """When the process counts as hung if it still has the turn, or still does not sleep."""
+        if peer.sleeps_since_ns:
+            return peer.sleeps_since_ns + self._limit_s * 1e9
+        if not peer.has_turn or not waiting or (peer.kind == "rollout" and not peer.asked_ns):
             return math.inf
         same = (p for p in self._peers if (p.pid, p.job, p.kind) == (peer.pid, peer.job, peer.kind))
         if any(p.side is not None and not p.has_turn for p in same):  # it waits for another of its devices
             return now_ns + self._limit_s * 1e9
         return (peer.asked_ns or peer.since_ns) + self._limit_s * 1e9
 
-    def _begin(self, peer: _Peer, sm_share: float, now_ns: int) -> None:
-        # What a process needs in device memory for this turn would be made room for here, before it is told.
+    def _begin(self, peer: _Peer, now_ns: int) -> None:
         peer.has_turn, peer.since_ns, peer.began_s = True, now_ns, time.time()
-        peer.asked_ns, peer.sm_share, peer.company_ns = 0, sm_share, {}
+        peer.asked_ns, peer.company_ns = 0, {}
+        peer.device.residence.woke(id(peer))
         self._account(peer.device, now_ns)
-        self._tell(peer, {"turn": peer.number, "sm_share": sm_share})
+        self._tell(peer, {"turn": peer.number})
 
     def _end(self, peer: _Peer, work: float) -> None:
         """End the turn of the process, or remove it from the queue."""
@@ -402,9 +447,9 @@ class TurnServer:
             self._account(device, now_ns)
             company = max(peer.company_ns, key=lambda which: peer.company_ns[which], default=None)
             took_ns = now_ns - peer.since_ns
+            device.residence.worked(id(peer), took_ns / 1e9, now_ns / 1e9)
             if peer.company_ns.get(company, 0) >= MEASURABLE * took_ns:
-                beside, sm_share = company or (None, 1.0)
-                self.table.observe(side, took_ns / 1e9, work, beside, sm_share)
+                self.table.observe(side, took_ns / 1e9, work, company)
             self._log(
                 {
                     "device": device.name,
@@ -413,7 +458,7 @@ class TurnServer:
                     "start_s": peer.began_s,
                     "end_s": peer.began_s + took_ns / 1e9,
                     "work": work,
-                    "beside": company[0].job if company else "",
+                    "beside": company.job if company else "",
                 }
             )
         self._schedule(device)
@@ -432,8 +477,7 @@ class TurnServer:
         passed_ns, device.settled_ns = now_ns - device.settled_ns, now_ns
         for peer in holders:
             others = [other for other in holders if other is not peer]
-            sm_share = min(other.sm_share for other in holders)
-            company = (others[0].side, sm_share) if others and others[0].side else None
+            company = others[0].side if others else None
             peer.company_ns[company] = peer.company_ns.get(company, 0) + passed_ns
             device.sharing.use(peer.job, passed_ns / len(holders) / 1e9)
         return now_ns
@@ -444,11 +488,7 @@ class TurnServer:
         if len(weights) > 1:
             a, b = device.holders
             assert a.side is not None and b.side is not None
-            sm_share = min(a.sm_share, b.sm_share)
-            speeds = (
-                self.table.relative_speed(a.side, b.side, sm_share),
-                self.table.relative_speed(b.side, a.side, sm_share),
-            )
+            speeds = self.table.relative_speed(a.side, b.side), self.table.relative_speed(b.side, a.side)
             if speeds[0] and speeds[1]:
                 weights = {a.job: speeds[0], b.job: speeds[1]}
         self.accounts.hold(device.name, weights, now_ns)
@@ -473,6 +513,13 @@ def _whole(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
         raise ValueError("no whole number")
     return value
+
+
+def _amount(value: Any) -> float:
+    amount = float(value)
+    if not 0 <= amount < 1e15:
+        raise ValueError("no amount")
+    return amount
 
 
 def _process(writer: asyncio.StreamWriter) -> tuple[int, int]:

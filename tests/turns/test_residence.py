@@ -52,6 +52,16 @@ def test_a_state_that_was_fetched_works_off_its_switch_before_it_leaves() -> Non
     assert r.may_work(1, waiting={0, 1}, now_s=30.0)
 
 
+def test_trainers_that_have_grown_do_not_wait_for_each_other() -> None:
+    r = residence(50, 20, 20)
+    for key in (0, 1):
+        r.slept(key, 0.5)
+        r.woke(key)
+        r.join(key, 40 * GB, now_s=1.0)  # the first update brings Adam's moments
+    assert r.may_work(0, waiting={0, 1}, now_s=1.0)
+    assert r.sleepers(0) == [1]
+
+
 def test_a_trainer_that_left_needs_no_room() -> None:
     r = residence(50, 40, 40)
     r.leave(0)

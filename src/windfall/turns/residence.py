@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 WORTH = 10.0
@@ -24,8 +25,8 @@ FIRST_SWITCH_S = 0.5
 class TrainerState:
     nbytes: int
     awake: bool = True
-    worked_s: float = 0.0
-    """Seconds of work since its state was last fetched."""
+    worked_s: float = math.inf
+    """Seconds of work since its state was last fetched; infinite if it never was."""
     used_at_s: float = 0.0
     """When it last gave its turn back."""
     switch_s: float = FIRST_SWITCH_S
@@ -91,8 +92,9 @@ class Residence:
         return out
 
     def may_work(self, key: int, waiting: set[int], now_s: float) -> bool:
-        """Whether this trainer may have the turn now. `waiting`: the keys of all trainers that want it."""
-        for other in self.sleepers(key):
+        """Whether this trainer may have the turn now. `waiting`: the keys of all trainers that want it. One that is
+        awake always may: it has grown, or has just started, and the others make room."""
+        for other in [] if self.is_awake(key) else self.sleepers(key):
             state = self.states[other]
             done = state.worked_s >= WORTH * state.switch_s
             idle = other not in waiting and now_s - state.used_at_s >= state.switch_s

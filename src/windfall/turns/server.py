@@ -371,9 +371,9 @@ class TurnServer:
             ready = [peer for peer in ready if self._may_co_run(holder, peer, now_s)]
         turns = {peer.turn: peer for peer in ready}
         while (turn := device.sharing.next(turns, now_s)) is not None:
-            if self._has_room(turns[turn]):
-                return turns[turn]
-            del turns[turn]
+            peer = turns.pop(turn)
+            if not peer.sleeps_since_ns and self._has_room(peer):
+                return peer
         return None
 
     def _ready(self, device: _Device, now_s: float) -> list[_Peer]:

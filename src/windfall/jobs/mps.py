@@ -56,7 +56,7 @@ class Mps:
                     if not self._daemon.running:
                         raise WindfallError("the MPS daemon has ended", where=str(self._log), fix="Read its output.")
                     await asyncio.sleep(0.05)
-        except BaseException as e:
+        except BaseException as e:  # raised again: no daemon may be left
             await self.__aexit__()
             if isinstance(e, TimeoutError):
                 what = f"waited {START_S:g} s for the MPS daemon to open its control pipe"

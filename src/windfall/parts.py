@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OWN = (
-    "page", "plan", "serve", "sim", "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
+    "page", "plan", "serve", "sim", "jobs", "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
 )  # fmt: skip
 """The parts that come with windfall, in the order of their commands and sections."""
 GROUP = "windfall.parts"

@@ -18,11 +18,13 @@ from typer.core import TyperGroup
 from windfall import __version__, parts
 from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError, file_system_error, nearest
+from windfall.run import submission
 from windfall.run.commands.doctor import doctor
 from windfall.run.commands.env_server import env_server
 from windfall.run.commands.options import Json, Overrides, Policy, RecipeFile, token_option
 from windfall.run.commands.recipes import examples, new
 from windfall.run.commands.recipes import recipe as recipe_keys
+from windfall.run.submission import Submission
 from windfall.types import LeaseKind
 
 
@@ -41,6 +43,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 fleet = typer.Typer(help="Preview workers on clusters and clouds.", no_args_is_help=True)
+
+JOB = "Options for a job of a service (windfall up)"
 
 TrainerToken = Annotated[
     str,
@@ -77,6 +81,23 @@ def train(
         str | None,
         typer.Option(metavar="FILE", help="File that holds the secret for `windfall trainer`; by default a new one."),
     ] = None,
+    on: Annotated[
+        str,
+        typer.Option(metavar="URL", rich_help_panel=JOB, help="Submit it as a job to the service at this address."),
+    ] = "",
+    name: Annotated[str, typer.Option(rich_help_panel=JOB, help="Name of the job. Default: run.name.")] = "",
+    share: Annotated[
+        float, typer.Option(min=0.01, rich_help_panel=JOB, help="Share of the devices, relative to other jobs.")
+    ] = 1.0,
+    priority: Annotated[
+        int, typer.Option(rich_help_panel=JOB, help="Jobs with a higher one have the devices first.")
+    ] = 0,
+    max_usd: Annotated[
+        float, typer.Option(min=0.0, rich_help_panel=JOB, help="Stop the job when its bill reaches this. 0: no limit.")
+    ] = 0.0,
+    deadline: Annotated[
+        str, typer.Option(metavar="TIME", rich_help_panel=JOB, help='When it should end, as "2026-11-20T08:00".')
+    ] = "",
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
     from windfall.link import invitation
@@ -84,6 +105,12 @@ def train(
     from windfall.run import recipe_check, start
 
     parsed = load_recipe(recipe, set)
+    if on and not dry_run:
+        job = Submission(
+            on=on, token=token, name=name, share=share, priority=priority, max_usd=max_usd, deadline=deadline
+        )
+        submission.part().submit(parsed, job)
+        return
     chosen = invitation.token(token) if token is not None else None
     report = recipe_check.check(parsed)
     if dry_run:  # what is printed is a recipe itself
@@ -104,14 +131,26 @@ def demo(set: Overrides = None) -> None:
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that was stopped or killed.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that was stopped or killed; or a job.")],
     set: Overrides = None,
+    on: Annotated[
+        str, typer.Option(metavar="URL", rich_help_panel=JOB, help="Address of the service whose job RUN is.")
+    ] = "",
+    token: Annotated[
+        str | None, token_option(help="File with the fleet's token, or the job's.", envvar="", panel=JOB)
+    ] = None,
+    max_usd: Annotated[
+        float | None, typer.Option(min=0.0, rich_help_panel=JOB, help="New limit for the bill of the job.")
+    ] = None,
 ) -> None:
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.recipe.file import load_recipe
     from windfall.run import start
     from windfall.run_folder import recipe_file
 
+    if on:
+        submission.part().resume(str(run), on, token, max_usd)
+        return
     start.resume(load_recipe(recipe_file(run), set), run)
 
 

@@ -60,6 +60,13 @@ def preload_run(folder: str) -> None:
         traceback.print_exc()
 
 
+def preload_runs(folder: str) -> None:
+    """The same for all runs in this folder, which may be empty."""
+    import_modules()
+    for recipe in Path(folder).glob("*/recipe.toml"):
+        preload_run(str(recipe.parent))
+
+
 def import_modules() -> None:
     on_gpu = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
     for name in (*LAZY_MODULES, *(GPU_MODULES if on_gpu else ())):

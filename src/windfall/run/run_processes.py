@@ -126,6 +126,10 @@ class RunProcesses:
         if self._controller is not None and self._controller.running:
             os.kill(self._controller.pid, signal.SIGTERM)
 
+    @property
+    def controller_pid(self) -> int | None:
+        return self._controller.pid if self._controller is not None and self._controller.running else None
+
     def kill(self) -> None:
         """Kill all processes of the run on this machine at once."""
         self.stopping = True

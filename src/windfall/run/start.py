@@ -67,12 +67,12 @@ def resume(recipe: Recipe, folder: Path) -> None:
             console.is_finished(steps)
             return
         console.notice(recipe_check.check(recipe))
-        _record(recipe, folder, changes)
+        record(recipe, folder, changes)
         console.resuming(changes, warnings)
         _run(recipe, folder, console)
 
 
-def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
+def record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     """Save the recipe and log its changes. Together with the original recipe, the log then shows which recipe each
     resume used."""
     try:
@@ -93,11 +93,16 @@ def _preparations(recipe: Recipe, folder: Path) -> Iterator[str]:
             yield load.preparation(view.model.path)
 
 
-def _run(recipe: Recipe, folder: Path, console: Console) -> None:
+def clear(folder: Path) -> None:
+    """Remove what processes that have ended reported, and create the secrets that are missing."""
     for left in (*folder.glob(".*.failure"), *folder.glob(folders.FROZEN_TRAINER)):
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
+
+
+def _run(recipe: Recipe, folder: Path, console: Console) -> None:
+    clear(folder)
     console.starting("; ".join(filter(None, dict.fromkeys(_preparations(recipe, folder)))))
     with console:
         try:

@@ -1,0 +1,102 @@
+"""Device seconds and dollars of every job. Pure.
+
+A machine reports for each of its devices how long it has worked for which job since the machine joined; "" is idle
+time. Reports are cumulative, so one that is lost loses nothing. Times are whole nanoseconds: those of all jobs and of
+idle time add up to the time of the device, exactly, so the bills of the jobs and of idle time are the bill of the
+machines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Times = dict[str, dict[str, int]]
+"""Nanoseconds by device and job; "" is idle time."""
+HOUR_NS = 3600 * 10**9
+IDLE = ""
+
+
+@dataclass(kw_only=True)
+class Machine:
+    prices: dict[str, float] = field(default_factory=dict)
+    """$ per hour by device."""
+    life: str = ""
+    """Which process of the machine reports."""
+    now: Times = field(default_factory=dict)
+    """The last report of this process."""
+    before: Times = field(default_factory=dict)
+    """What earlier processes reported."""
+
+    def times(self) -> Times:
+        return _sum(self.before, self.now)
+
+
+class Bill:
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine] = {}
+        """By name; that of the service is ""."""
+
+    def report(self, machine: str, life: str, times: Mapping[str, Mapping[str, int]], price: float) -> None:
+        """Record how a process of a machine has used its devices so far.
+
+        >>> bill = Bill()
+        >>> bill.report("", "first", {"gpu0": {"a": HOUR_NS // 2, "": HOUR_NS // 2}}, 2.0)
+        >>> bill.report("", "second", {"gpu0": {"a": HOUR_NS // 4, "b": HOUR_NS // 4}}, 2.0)
+        >>> bill.usd(), bill.total_usd()
+        ({'a': 1.5, '': 1.0, 'b': 0.5}, 3.0)
+        """
+        entry = self.machines.setdefault(machine, Machine())
+        if entry.life != life:
+            entry.before, entry.now, entry.life = entry.times(), {}, life
+        entry.now = {device: dict(jobs) for device, jobs in times.items()}
+        entry.prices.update(dict.fromkeys(times, price))
+
+    def devices(self) -> Times:
+        """Times by device and job. Devices of other machines have the name of their machine before theirs."""
+        return {
+            f"{name}/{device}" if name else device: jobs
+            for name, machine in self.machines.items()
+            for device, jobs in machine.times().items()
+        }
+
+    def usd(self) -> dict[str, float]:
+        """Dollars by job; "" is idle time."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for machine in self.machines.values():
+            for device, jobs in machine.times().items():
+                for job, ns in jobs.items():
+                    found[job] += ns * machine.prices.get(device, 0.0) / HOUR_NS
+        return dict(found)
+
+    def total_usd(self) -> float:
+        """The bill of the machines: all time of all devices."""
+        return sum(
+            sum(jobs.values()) * machine.prices.get(device, 0.0) / HOUR_NS
+            for machine in self.machines.values()
+            for device, jobs in machine.times().items()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: {"prices": machine.prices, "life": machine.life, "now": machine.now, "before": machine.before}
+            for name, machine in self.machines.items()
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Bill:
+        bill = Bill()
+        bill.machines = {name: Machine(**fields) for name, fields in data.items()}
+        return bill
+
+
+def _sum(first: Times, second: Times) -> Times:
+    found: Times = {}
+    for part in (first, second):
+        for device, jobs in part.items():
+            row = found.setdefault(device, {})
+            for job, ns in jobs.items():
+                row[job] = row.get(job, 0) + ns
+    return found

@@ -1,0 +1,62 @@
+"""Calls of the service's HTTP api, for commands. No asyncio."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from windfall import run_folder as folders
+from windfall.errors import WindfallError
+from windfall.link import auth, invitation
+
+TIMEOUT_S = 60.0
+"""A submission reads the data files of its recipe."""
+
+
+class JobsClient:
+    """`on`: the address of a service, or its folder on this machine. `token`: the token or its file; None: the one in
+    that folder, or in the folder "fleet" here."""
+
+    def __init__(self, on: str, token: str | None) -> None:
+        folder = Path("fleet") if on.startswith(("http://", "https://")) else Path(on)
+        self.url = on.rstrip("/")
+        if folder == Path(on):
+            address = folders.read_json(folder / "address.json") or {}
+            if not isinstance(address.get("url"), str):
+                fix = "Start it with `windfall up fleet.toml`, or give its address: --on http://HOST:8765."
+                raise WindfallError("no service has this folder", where=f"--on {on}", fix=fix)
+            self.url = address["url"]
+        if token is None and not (folder / "token").is_file():
+            fix = f"Give --token FILE; the file is {folder / 'token'} on the service's machine."
+            raise WindfallError("the service needs a token", where=f"--on {on}", fix=fix)
+        self._token = auth.read_token(folder / "token") if token is None else invitation.token(token)
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path, None)
+
+    def post(self, path: str, **fields: Any) -> Any:
+        return self._call("POST", path, json.dumps(fields).encode())
+
+    def _call(self, method: str, path: str, body: bytes | None) -> Any:
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as e:
+            raise _refusal(e, self.url) from None
+        except (OSError, ValueError) as e:
+            why = getattr(e, "reason", e)
+            fix = "Is `windfall up` running there, and can this machine reach it?"
+            raise WindfallError(f"the service does not answer: {why}", where=f"{self.url}{path}", fix=fix) from None
+
+
+def _refusal(error: urllib.error.HTTPError, url: str) -> WindfallError:
+    try:
+        said = json.load(error)["error"]
+        return WindfallError(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return WindfallError(f"the service answered with status {error.code}", where=url)

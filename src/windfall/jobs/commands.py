@@ -1,0 +1,126 @@
+"""The commands of the part: `windfall up`, `jobs`, `stop` and `join`, and what `train --on` and `resume --on` do."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
+
+import typer
+
+from windfall.errors import WindfallError
+from windfall.run.commands.options import token_option
+
+if TYPE_CHECKING:
+    from windfall.recipe.sections import Recipe
+    from windfall.run.submission import Submission
+
+On = Annotated[
+    str,
+    typer.Option(metavar="URL", envvar="WINDFALL_ON", help="Address of the service, or its folder on this machine."),
+]
+Token = Annotated[
+    str | None,
+    token_option(
+        help="File that holds the fleet's token, or the job's. Default: the one in the service's folder.",
+        envvar="WINDFALL_FLEET_TOKEN",
+    ),
+]
+
+
+def up(
+    file: Annotated[Path, typer.Argument(metavar="FLEET.toml", help="File that describes the fleet.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Directory of the service, instead of the one in the file.")
+    ] = None,
+) -> None:
+    """Run jobs on shared devices until Ctrl-C, which saves all of them. Started again, it continues them."""
+    from windfall.jobs import process, settings
+
+    found = settings.load(file)
+    if folder is not None:
+        found = found.model_copy(update={"folder": folder.resolve()})
+    raise typer.Exit(process.main(found))
+
+
+def jobs(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show this job only.")] = "",
+    on: On = "fleet",
+    token: Token = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the service says, as JSON.")] = False,
+) -> None:
+    """Show the jobs of a service: queue, progress, share, dollars so far, predicted end."""
+    from windfall.jobs.client import JobsClient
+
+    client = JobsClient(on, token)
+    found = client.get(f"/jobs/{quote(name, safe='')}" if name else "/jobs")
+    print(json.dumps(found, indent=None if as_json else 2))
+
+
+def stop(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The job to stop.")],
+    on: On = "fleet",
+    token: Token = None,
+) -> None:
+    """Stop a job. It saves, and keeps its place on disk: `windfall resume NAME --on URL` continues it."""
+    from windfall.jobs.client import JobsClient
+
+    state = JobsClient(on, token).post(f"/jobs/{quote(name, safe='')}/stop")["state"]
+    print(f"{name} {'is stopping' if state == 'running' else f'is {state}'}")
+
+
+def join(
+    on: On,
+    token: Annotated[str, token_option(what="the fleet's token", envvar="WINDFALL_FLEET_TOKEN")],
+    name: Annotated[str, typer.Option(help="Name of this machine. Default: its host name.")] = "",
+    file: Annotated[
+        Path | None, typer.Option("--fleet", help="File with devices, cpu_slots, price_usd_per_h of this machine.")
+    ] = None,
+) -> None:
+    """Lend the devices of this machine to the jobs of a service on another one, until Ctrl-C."""
+    from windfall.jobs import join as joining
+    from windfall.jobs.settings import FleetSettings, load
+
+    raise typer.Exit(joining.main(on, token, name, FleetSettings() if file is None else load(file)))
+
+
+def submit(recipe: Recipe, submission: Submission) -> None:
+    from windfall import run_folder as folders
+    from windfall.jobs.client import JobsClient
+    from windfall.link import auth
+    from windfall.recipe.file import dump_recipe
+
+    client, name = JobsClient(submission.on, submission.token), submission.name or recipe.run.name
+    made = client.post(
+        "/jobs", recipe=dump_recipe(folders.with_absolute_paths(recipe), all_keys=False), name=name,
+        share=submission.share, priority=submission.priority, max_usd=submission.max_usd,
+        deadline_s=_unix_time(submission.deadline), directory=str(Path.cwd()),
+    )  # fmt: skip
+    kept = Path(made["folder"]) / "token"
+    if not kept.is_file():  # the service is on another machine
+        kept = Path(f"{name}.token")
+        auth.make_token(kept, made["token"])
+    print(f"{name} is {made['state']}; its token is in {kept}")
+    print(f"see it: windfall jobs {name} --on {submission.on}")
+
+
+def resume(name: str, on: str, token: str | None, max_usd: float | None) -> None:
+    from windfall.jobs.client import JobsClient
+
+    fields = {} if max_usd is None else {"max_usd": max_usd}
+    state = JobsClient(on, token).post(f"/jobs/{quote(name, safe='')}/resume", **fields)["state"]
+    print(f"{name} is {state}")
+
+
+def _unix_time(text: str) -> float:
+    """
+    >>> _unix_time("2026-11-20T08:00+00:00"), _unix_time("")
+    (1795161600.0, 0.0)
+    """
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp() if text else 0.0
+    except ValueError:
+        fix = 'Write it as "2026-11-20T08:00", in local time.'
+        raise WindfallError(f"{text!r} is not a date and time", where="--deadline", fix=fix) from None

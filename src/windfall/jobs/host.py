@@ -1,0 +1,105 @@
+"""The devices of one machine, which jobs use by turns: the server of the turns, and the process that workers are
+forked from. The service has one, and so has every machine that joins it (join.py).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from windfall.controller.cost import prices
+from windfall.devices import Place, cuda_device_name
+from windfall.jobs.bill import Times
+from windfall.jobs.settings import FleetSettings, places
+from windfall.processes.fork_client import ForkClient
+from windfall.processes.process import Handle
+from windfall.turns.client import KEY, SOCKET
+from windfall.turns.server import TurnServer
+from windfall.types import Lease
+
+
+class DeviceHost:
+    def __init__(
+        self,
+        settings: FleetSettings,
+        log: Path,
+        *,
+        preload: str,
+        on_turn: Callable[[dict[str, Any]], None] = lambda turn: None,
+        on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, fields: None,
+    ) -> None:
+        """`log`: of the process that workers are forked from. `preload`: what that process does first, as
+        module:function:argument. `on_turn`: gets every turn that has ended."""
+        self.places, self.trainers = places(settings)
+        self.price_usd_per_h = settings.price_usd_per_h or _table_price(self.places[0])
+        self.life = secrets.token_hex(8)
+        """Names this process in reports of device time."""
+        self.forks = ForkClient(entry="windfall.run.cli:main", modules=[preload], log=log)
+        self._folder = tempfile.TemporaryDirectory(prefix="windfall-")
+        self._socket = Path(self._folder.name) / "turns"
+        self._keys: dict[str, str] = {}
+        self.turns = TurnServer(
+            [place.name for place in self.places], on_event=on_event, log=on_turn,
+            co_running=settings.co_running, slice_s=settings.slice_s,
+        )  # fmt: skip
+
+    async def __aenter__(self) -> Self:
+        await self.turns.start(self._socket)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.forks.close()
+        await self.turns.close()
+        self._folder.cleanup()
+
+    def admit(self, job: str, *, share: float, priority: int, deadline_s: float) -> dict[str, str]:
+        """Let a job take turns. Returns the environment variables of its processes."""
+        if job not in self._keys:
+            self._keys[job] = secrets.token_urlsafe(24)
+            deadline = deadline_s or None
+            self.turns.register(self._keys[job], job, share=share, priority=priority, deadline=deadline)
+        return {SOCKET: str(self._socket), KEY: self._keys[job]}
+
+    def forget(self, job: str) -> None:
+        if self._keys.pop(job, None):
+            self.turns.forget(job)
+
+    def expect(self, job: str, left_s: float | None) -> None:
+        """The job will need so many more seconds."""
+        if job in self._keys and left_s is not None:
+            self.turns.update(job, left_s=left_s)
+
+    def times(self) -> Times:
+        """What the devices were used for since this process began."""
+        return self.turns.charged()
+
+    def forks_of(self, job: str) -> JobForks:
+        return JobForks(self.forks, job)
+
+
+class JobForks:
+    """Forks the processes of one job: several jobs have processes of the same names."""
+
+    def __init__(self, client: ForkClient, job: str) -> None:
+        self._client, self._job = client, job
+
+    async def start(self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
+        handle = await self._client.start(name=f"{self._job}/{name}", argv=argv, env=env, log=log)
+        handle.name = name
+        return handle
+
+
+def _table_price(place: Place) -> float:
+    if place.device != "cuda":
+        return 0.0
+    return prices.of(Lease(kind="reserved", device=cuda_device_name() or "")).usd_per_h
+
+
+def environment(own: Mapping[str, str], *, token: str, directory: str) -> dict[str, str]:
+    """Of the processes of a job. `own`: what `DeviceHost.admit` returned."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), directory)))
+    return {**os.environ, **own, "WINDFALL_TOKEN": token, **({"PYTHONPATH": path} if path else {})}

@@ -1,0 +1,128 @@
+"""`windfall join`: this machine lends its devices to the jobs of a service on another one.
+
+    every second   POST /machines/NAME  device time since the start  ──▶ service
+                   the jobs that run, with address and token         ◀──
+    for each job   one worker on every device, which takes turns on it (host.py), until the job ends
+
+The time that is reported is cumulative, so a report that is lost loses nothing. If the service does not answer, the
+workers go on: each belongs to the controller of its job, and leaves by itself when it finds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from windfall import errors
+from windfall.errors import WindfallError
+from windfall.jobs import host as hosts
+from windfall.jobs.client import JobsClient
+from windfall.jobs.host import DeviceHost
+from windfall.jobs.settings import FleetSettings
+from windfall.link import network
+from windfall.processes.process import Handle
+from windfall.providers.slots import SlotProvider
+from windfall.run.gpu_assignment import GpuAssignment
+from windfall.run.run_processes import TURN_DEVICES
+from windfall.types import Lease
+
+EVERY_S = 1.0
+GONE_S = 600.0
+"""Seconds without an answer of the service after which this machine ends its workers and the command."""
+
+
+def main(on: str, token: str, name: str, settings: FleetSettings) -> int:
+    client = JobsClient(on, token)
+    folder = Path(tempfile.mkdtemp(prefix="windfall-join-"))
+    print(f"logs of the workers: {folder}", flush=True)
+    asyncio.run(errors.guard(JoinedMachine(client, name or socket.gethostname(), settings, folder).run()))
+    return 0
+
+
+class JoinedMachine:
+    def __init__(self, client: JobsClient, name: str, settings: FleetSettings, folder: Path) -> None:
+        self._client, self._name, self._folder = client, name, folder
+        preload = f"windfall.run.preload:preload_runs:{folder}"
+        self._host = DeviceHost(settings, folder / "fork_server.log", preload=preload)
+        self._workers: dict[str, asyncio.Task[None]] = {}
+        """By job: what keeps its workers running."""
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        answered_s = time.monotonic()
+        async with self._host:
+            try:
+                while not self._stop.is_set():
+                    try:
+                        self._follow(await asyncio.to_thread(self._report))
+                        answered_s = time.monotonic()
+                    except WindfallError as e:
+                        if time.monotonic() - answered_s > GONE_S or (not self._workers and "token" in e.what):
+                            raise
+                        print(f"{e.what}; trying again", flush=True)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stop.wait(), EVERY_S)
+            finally:
+                await self._end(list(self._workers))
+                with contextlib.suppress(WindfallError):  # what it does not get is on no bill
+                    await asyncio.to_thread(self._report)
+
+    def _report(self) -> list[dict[str, Any]]:
+        return self._client.post(
+            f"/machines/{self._name}", life=self._host.life, times=self._host.times(),
+            price_usd_per_h=self._host.price_usd_per_h,
+        )["jobs"]  # fmt: skip
+
+    def _follow(self, jobs: list[dict[str, Any]]) -> None:
+        """Start workers for the jobs that run, and end those of the others."""
+        now = {f"{job['name']} {job['url']}": job for job in jobs}
+        for key in now.keys() - self._workers.keys():
+            self._workers[key] = asyncio.create_task(self._work_for(now[key]), name=f"workers of {key}")
+        for key in [key for key in self._workers if key not in now]:
+            self._workers.pop(key).cancel()
+
+    async def _work_for(self, job: dict[str, Any]) -> None:
+        name = job["name"]
+        own = self._host.admit(name, share=job["share"], priority=job["priority"], deadline_s=job["deadline_s"])
+        environment = hosts.environment(own, token=job["token"], directory="")
+        assigned = GpuAssignment(len(self._host.places), trainer=0, workers=len(self._host.places))
+        forks = self._host.forks_of(name)
+        reached = network.in_url(str(urlsplit(self._client.url).hostname))
+        url = f"http://{reached}:{job['port']}"
+
+        async def spawn(worker: str, lease: Lease) -> Handle:
+            number = assigned.assign(worker)
+            assert number is not None, "a machine has at least one device"
+            place, full = self._host.places[number], f"{self._name}-{worker}"
+            argv = [
+                "windfall", "worker", "--join", url, "--name", full, "--lease", lease.kind, "--price",
+                str(lease.price_usd_per_h), "--threads", "1" if place.device == "cpu" else "0", "--clouds", "none",
+                "--device", place.device, "--memory", str(assigned.memory_share(worker)),
+            ]  # fmt: skip
+            env = place.environment(environment | {TURN_DEVICES: place.name})
+            log = self._folder / name / f"{worker}.log"
+            handle = await forks.start(name=worker, argv=argv, env=env, log=log)
+            handle.when_ended(partial(assigned.release, worker))
+            return handle
+
+        terms = Lease(kind="reserved", price_usd_per_h=self._host.price_usd_per_h)
+        try:
+            await SlotProvider(spawn, len(self._host.places), terms=terms, on_event=lambda event, **fields: None).run()
+        finally:
+            self._host.forget(name)
+
+    async def _end(self, keys: list[str]) -> None:
+        tasks = [self._workers.pop(key) for key in keys]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

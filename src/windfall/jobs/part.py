@@ -1,0 +1,40 @@
+"""Several jobs on one fleet: `windfall up`, `jobs`, `stop` and `join`, and `train` and `resume` with --on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from windfall.parts import Command
+from windfall.run.submission import Submission, SubmitPart
+
+if TYPE_CHECKING:
+    from windfall.recipe.sections import Recipe
+
+
+class JobsPart(SubmitPart):
+    name = "jobs"
+
+    def commands(self) -> Sequence[Command]:
+        from windfall.jobs import commands
+
+        panel = "Several jobs"
+        return [
+            Command(panel=panel, example="up fleet.toml", function=commands.up),
+            Command(panel=panel, example="jobs mine --on http://10.0.0.5:8765", function=commands.jobs),
+            Command(panel=panel, example="stop mine --on http://10.0.0.5:8765", function=commands.stop),
+            Command(panel=panel, example="join --on http://10.0.0.5:8765 --token fleet/token", function=commands.join),
+        ]
+
+    def submit(self, recipe: Recipe, submission: Submission) -> None:
+        from windfall.jobs import commands
+
+        commands.submit(recipe, submission)
+
+    def resume(self, name: str, on: str, token: str | None, max_usd: float | None) -> None:
+        from windfall.jobs import commands
+
+        commands.resume(name, on, token, max_usd)
+
+
+PART = JobsPart()

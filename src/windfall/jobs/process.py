@@ -1,0 +1,83 @@
+"""The process of `windfall up`: the service and its port, until it is stopped.
+
+The first Ctrl-C or SIGTERM stops and saves all jobs; the second kills their processes at once. Either way they continue
+when the service is started again, and so they do after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+
+from aiohttp import web
+
+from windfall import errors
+from windfall import run_folder as folders
+from windfall.errors import WindfallError, unwritable
+from windfall.jobs import api as apis
+from windfall.jobs import service as services
+from windfall.jobs.service import Service
+from windfall.jobs.settings import FleetSettings
+from windfall.link import listener
+
+LOCK_S = 10.0
+"""Seconds to wait for a service that is just ending."""
+
+
+def main(settings: FleetSettings) -> int:
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise unwritable("the folder of the service", settings.folder, e, "Choose another one with --folder.") from e
+    with folders.owned(settings.folder, "service", timeout_s=LOCK_S):
+        asyncio.run(errors.guard(_run(settings)))
+    return 0
+
+
+async def _run(settings: FleetSettings) -> None:
+    listener.raise_file_limit()
+    service = Service(settings, _say)
+    api = apis.Api(service)
+    runner, port = await _open(api, settings)
+    try:
+        url = apis.url(settings.host, port)
+        address = {"url": url, "port": port, "pid": os.getpid()}
+        folders.replace(settings.folder / "address.json", json.dumps(address))
+        _say(f"listening on {url}, {len(service.host.places)} devices, {services.summary(service.store.jobs)}")
+        _say(f"submit a job: windfall train RECIPE.toml --on {url} --token {settings.folder / 'token'}")
+        _stop_on_signals(service)
+        await service.run()
+    finally:
+        api.close()
+        await runner.cleanup()
+    _say(f"stopped: {services.summary(service.store.jobs)}")
+
+
+async def _open(api: apis.Api, settings: FleetSettings) -> tuple[web.AppRunner, int]:
+    """On the port of the last time, if any will do."""
+    before = (folders.read_json(settings.folder / "address.json") or {}).get("port", 0)
+    if settings.port == 0 and isinstance(before, int) and before:
+        with contextlib.suppress(WindfallError):  # another process uses it now
+            return await api.open(settings.host, before)
+    return await api.open(settings.host, settings.port)
+
+
+def _stop_on_signals(service: Service) -> None:
+    def on_signal() -> None:
+        if service.stopping:
+            service.kill()
+        else:
+            _say("stopping and saving all jobs; press Ctrl-C again to kill their processes at once")
+            service.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone, or the disk of the log is full: the jobs go on
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

@@ -1,0 +1,337 @@
+"""The service of a fleet: runs the jobs in its queue on shared devices, charges them, and continues after any kill.
+
+    windfall up ─┬─ api.py         submit, list, stop, resume                     over HTTP
+                 ├─ store.py       jobs and their states                          on disk
+                 ├─ host.py        devices, turns, the process to fork from       one for each machine
+                 └─ job_run.py     the processes of a job                         one for each job that runs
+
+Every second it starts jobs from the queue, ends those beyond their limits or their budget, and writes what it knows:
+
+    FOLDER/token           the fleet's token: for submitting jobs, and for all commands
+    FOLDER/address.json    where it listens
+    FOLDER/jobs.json       devices and jobs, for `windfall jobs`, `windfall top` and the page
+    FOLDER/turns.jsonl     every turn that has ended
+    FOLDER/bill.json       device time, for the next start. A kill loses the last second; it is on no bill
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windfall import run_folder as folders
+from windfall.errors import WindfallError, unwritable
+from windfall.jobs import job_run, limits, store
+from windfall.jobs.bill import IDLE, Bill, Times
+from windfall.jobs.host import DeviceHost
+from windfall.jobs.job_run import JobRun
+from windfall.jobs.settings import FleetSettings
+from windfall.jobs.store import Job, State, Store
+from windfall.jobs.turn_log import TurnLog
+from windfall.link import auth
+from windfall.recipe.file import parse_recipe
+from windfall.run import start
+
+EVERY_S = 1.0
+"""Seconds between two looks at everything."""
+LIMITS_S = 0.25
+"""Seconds between two looks at the processes of environments: they can grow fast."""
+MACHINE_GONE_S = 30.0
+"""Seconds without a report after which a machine that had joined is gone."""
+Say = Callable[[str], None]
+
+
+class Service:
+    def __init__(self, settings: FleetSettings, say: Say) -> None:
+        self.settings, self.folder = settings, settings.folder
+        self.token = auth.make_token(self.folder / "token")
+        self.store = Store(self.folder)
+        self.store.load()
+        self.turn_log = TurnLog(self.folder / "turns.jsonl")
+        self.host = DeviceHost(
+            settings,
+            self.folder / "fork_server.log",
+            preload=f"windfall.run.preload:preload_runs:{self.store.folder}",
+            on_turn=self.turn_log.add,
+            on_event=self._on_turn_event,
+        )
+        self.bill = Bill.from_dict(folders.read_json(self.folder / "bill.json") or {})
+        self.running: dict[str, JobRun] = {}
+        self.machines: dict[str, Machine] = {}
+        """Other machines that have joined, by name."""
+        self.stopping = False
+        self._say = say
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._adding = asyncio.Lock()
+        self._usd: dict[str, float] = {}
+        self._written = True
+
+    async def run(self) -> None:
+        """Run jobs until `stop`; then let them save, and end."""
+        for job in self.store.jobs.values():
+            if job.state == "running":  # when the service before this one was killed
+                self._set(job, job.ending or "queued")
+        async with self.host:
+            warm = asyncio.create_task(self._warm())
+            guard = asyncio.create_task(self._keep_limits())
+            try:
+                while not (self.stopping and not self._tasks):
+                    self._look()
+                    await asyncio.sleep(EVERY_S if not self.stopping else 0.05)
+            finally:
+                for run in self.running.values():
+                    run.kill()
+                for task in (warm, guard, *self._tasks.values()):
+                    task.cancel()
+                await asyncio.gather(warm, guard, *self._tasks.values(), return_exceptions=True)
+                self._look()
+                self.turn_log.close()
+
+    def stop(self) -> None:
+        """Stop and save all jobs. They continue with the next start of the service."""
+        self.stopping = True
+        for run in self.running.values():
+            run.stop()
+
+    def kill(self) -> None:
+        self.stopping = True
+        for run in self.running.values():
+            run.kill()
+
+    # what the api calls
+
+    async def submit(
+        self, recipe: str, *, name: str, share: float, priority: int, max_usd: float, deadline_s: float, directory: str
+    ) -> Job:
+        async with self._adding:  # one at a time: names are unique
+            self.store.check_name(name)
+            try:
+                data = tomllib.loads(recipe)
+            except tomllib.TOMLDecodeError as e:
+                raise WindfallError(f"not valid TOML: {e}", where="the recipe") from e
+            own = [f"run.name={json.dumps(name)}", f"run.folder={json.dumps(str(self.store.folder))}"]
+            parsed = parse_recipe(data, where="the recipe", overrides=own)
+            parsed = job_run.fitted(parsed, self.settings, self.host)
+            await asyncio.to_thread(shutil.rmtree, self.store.path(name), ignore_errors=True)  # left by a kill
+            folder = await asyncio.to_thread(start.new_folder, parsed)
+            job = Job(
+                name=name, number=self.store.next_number(), share=share, priority=priority, max_usd=max_usd,
+                deadline_s=deadline_s, directory=directory, submitted_s=time.time(), steps=parsed.run.steps,
+            )  # fmt: skip
+            try:
+                auth.make_token(folder / "token")
+                self.store.add(job)
+            except WindfallError:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                raise
+        self._say(f"{name}: submitted")
+        self._look()
+        return job
+
+    def stop_job(self, name: str) -> Job:
+        job = self.store.get(name)
+        if job.state == "queued":
+            self._set(job, "stopped", "stopped by a user")
+        elif job.state == "running":
+            self._end(job, "stopped", "stopped by a user")
+        return job
+
+    def resume_job(self, name: str, max_usd: float | None = None) -> Job:
+        job = self.store.get(name)
+        if job.state == "done":
+            raise WindfallError(f"job {name!r} is done", where="resume", fix="Submit a new one with more run.steps.")
+        if max_usd is not None:
+            job.max_usd = max_usd
+        if job.max_usd and self.spent(name) >= job.max_usd:
+            what = f"job {name!r} has spent ${self.spent(name):.4f} of ${job.max_usd:g}"
+            raise WindfallError(
+                what, where="resume", fix=f"Give it more: windfall resume {name} --max-usd ... --on URL"
+            )
+        if job.state == "running" and job.ending:
+            what = f"job {name!r} is still stopping"
+            raise WindfallError(what, where="resume", fix="Wait until `windfall jobs` shows that it has stopped.")
+        if job.state != "running":
+            self._set(job, "queued")
+        self._look()
+        return job
+
+    def spent(self, name: str) -> float:
+        return self._usd.get(name, 0.0)
+
+    def job_token(self, name: str) -> str:
+        return auth.read_token(self.store.path(name) / "token")
+
+    def report(self, machine: str, life: str, times: Times, price: float) -> list[dict[str, Any]]:
+        """A machine that has joined reports its device time. Returns the jobs that its workers should work for."""
+        known = self.machines.get(machine)
+        if known is not None and known.life != life and time.monotonic() - known.seen_s < MACHINE_GONE_S / 3:
+            what = f"another machine has joined as {machine!r}"
+            raise WindfallError(what, where="--name", fix="Give every machine a --name of its own.")
+        self.machines[machine] = Machine(life)
+        self.bill.report(machine, life, times, price)
+        found = []
+        for name, run in self.running.items():
+            address, job = folders.address(run.folder), run.job
+            if address is not None and not job.ending and run.controller == address.get("pid"):
+                found.append(
+                    {
+                        "name": name, "url": address["url"], "port": address["port"], "token": run.token,
+                        "share": job.share, "priority": job.priority, "deadline_s": job.deadline_s,
+                    }
+                )  # fmt: skip
+        return found
+
+    # every second
+
+    def _look(self) -> None:
+        self.store.retry()
+        self.bill.report("", self.host.life, self.host.times(), self.host.price_usd_per_h)
+        self._usd = self.bill.usd()
+        now = time.monotonic()
+        self.machines = {name: m for name, m in self.machines.items() if now - m.seen_s < MACHINE_GONE_S}
+        for name, run in self.running.items():
+            run.job.step = max(run.job.step, run.progress.step)
+            self.host.expect(name, run.progress.eta_s)
+            if run.job.max_usd and self.spent(name) >= run.job.max_usd and not run.job.ending:
+                what = f"it has spent ${self.spent(name):.4f}, and may spend ${run.job.max_usd:g}"
+                self._end(run.job, "over_budget", what)
+        if not self.stopping:
+            for job in self.store.waiting()[: max(0, self.settings.jobs_at_once - len(self.running))]:
+                self._start(job)
+        self._write()
+
+    def _start(self, job: Job) -> None:
+        self._set(job, "running")
+        if not job.started_s:
+            job.started_s = time.time()
+            self.store.save(job)
+        try:
+            run = JobRun(
+                job, self.store.path(job.name), self.settings, self.host, lambda line: self._say(f"{job.name}: {line}")
+            )
+        except WindfallError as e:  # its token is damaged
+            self._set(job, "failed", str(e))
+            return
+        self.running[job.name] = run
+        self._tasks[job.name] = asyncio.create_task(self._run(run), name=f"job {job.name}")
+
+    async def _run(self, run: JobRun) -> None:
+        job = run.job
+        try:
+            state, reason = await run.run()
+        finally:
+            self.running.pop(job.name, None)
+            self._tasks.pop(job.name, None)
+        job.step = max(job.step, run.progress.step)
+        if state is None:
+            self._set(job, job.ending or "queued", job.reason)
+        else:
+            self._set(job, state, reason)
+        if not self.stopping:
+            self._look()
+
+    def _end(self, job: Job, state: State, reason: str) -> None:
+        job.ending, job.reason = state, reason
+        self.store.save(job)
+        self._say(f"{job.name}: stopping, because {reason}")
+        if job.name in self.running:
+            self.running[job.name].stop()
+
+    def _set(self, job: Job, state: State, reason: str = "") -> None:
+        job.state, job.reason, job.ending = state, reason, ""
+        if state not in ("queued", "running"):
+            job.ended_s = time.time()
+        self.store.save(job)
+        self._say(f"{job.name}: {state}{f' ({reason})' if reason else ''}")
+
+    async def _warm(self) -> None:
+        """Import torch before the first job needs it."""
+        with contextlib.suppress(WindfallError, OSError):  # the first job reports it
+            await self.host.forks.ready()
+
+    async def _keep_limits(self) -> None:
+        most = limits.most_bytes(self.settings.limits, self.settings.jobs_at_once)
+        while True:
+            await asyncio.sleep(LIMITS_S)
+            for run in list(self.running.values()):
+                if (pid := run.controller) is None:
+                    continue
+                used = await asyncio.to_thread(limits.usage, pid)
+                if why := limits.exceeded(used, self.settings.limits, most):
+                    await run.fail(why)
+
+    def _on_turn_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "hung":
+            held = f"{fields['device']} for {fields['held_s']:.0f} s while others waited"
+            self._say(f"{fields['job']}: a process ({fields['kind']}, pid {fields['pid']}) kept {held}; it was killed")
+
+    # what others read
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        run = self.running.get(job.name)
+        waiting_for = ""
+        if job.state == "queued":
+            waiting_for = f"one of {self.settings.jobs_at_once} places"
+        elif run is not None and run.progress.step == 0:
+            waiting_for = "its first step"
+        return {
+            "state": job.state, "share": job.share, "priority": job.priority, "step": job.step, "steps": job.steps,
+            "usd": self.spent(job.name), "max_usd": job.max_usd, "deadline": job.deadline_s,
+            "tokens_per_s": run.progress.tokens_per_s if run else 0.0, "eta_s": run.progress.eta_s if run else None,
+            "reason": job.reason, "waiting_for": waiting_for, "submitted_s": job.submitted_s,
+            "started_s": job.started_s, "ended_s": job.ended_s, "folder": str(self.store.path(job.name)),
+        }  # fmt: skip
+
+    def snapshot(self) -> dict[str, Any]:
+        used, now_held = self.bill.devices(), self.host.turns.snapshot()["devices"]
+        devices: dict[str, Any] = {}
+        for name, jobs in used.items():
+            held = now_held.get(name, {"job": "", "kind": "", "beside": ""})
+            spent = {job: ns / 1e9 for job, ns in jobs.items() if job != IDLE}
+            state = {key: held[key] for key in ("job", "kind", "beside")}
+            devices[name] = state | {"idle_s": jobs.get(IDLE, 0) / 1e9, "used_s": spent}
+        jobs = sorted(self.store.jobs.values(), key=lambda job: job.number)
+        return {
+            "time_s": time.time(),
+            "devices": devices,
+            "jobs": {job.name: self.describe(job) for job in jobs},
+            "bill": {"usd": self.bill.total_usd(), "idle_usd": self._usd.get(IDLE, 0.0), "machines": [*self.machines]},
+        }
+
+    def _write(self) -> None:
+        """A full disk loses nothing: the next look writes everything again."""
+        try:
+            folders.replace(self.folder / "bill.json", json.dumps(self.bill.to_dict()))
+            folders.replace(self.folder / "jobs.json", json.dumps(self.snapshot()))
+            self._written = True
+        except OSError as e:
+            if self._written:
+                error = unwritable(
+                    "the state of the jobs", self.folder, e, "Free disk space; no job is lost meanwhile."
+                )
+                self._say(str(error))
+            self._written = False
+
+
+class Machine:
+    """A machine that has joined."""
+
+    def __init__(self, life: str) -> None:
+        self.life = life
+        self.seen_s = time.monotonic()
+
+
+def summary(jobs: Mapping[str, Job]) -> str:
+    """How many jobs are in which state.
+
+    >>> summary({"a": Job(name="a", number=1, state="done"), "b": Job(name="b", number=2)})
+    '1 queued, 1 done'
+    """
+    counts = {state: sum(job.state == state for job in jobs.values()) for state in store.STATES}
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "no jobs"

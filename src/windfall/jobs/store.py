@@ -1,0 +1,144 @@
+"""The jobs of a service on disk. A kill at any moment loses no job that was accepted.
+
+    FOLDER/jobs/NAME/          the folder of a run (run_folder.py), and
+    FOLDER/jobs/NAME/job.json  the job: written last when a job is submitted, and replaced as a whole afterwards
+
+    queued ──▶ running ──▶ done | stopped | failed | over_budget
+       ▲          │                     │
+       └──────────┴──── service ended ──┴── resumed by a user (not a job that is done)
+
+Rules:
+- A job exists if its job.json exists. A folder without one is what a kill left of a submission; it is removed.
+- A job that was running when the service ended continues when the service starts again, before those in the queue.
+- `ending` is written before a job is stopped, so that a kill in between does not start it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from windfall.errors import WindfallError, nearest, unwritable
+
+State = Literal["queued", "running", "done", "stopped", "failed", "over_budget"]
+STATES: tuple[str, ...] = get_args(State)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
+
+
+class Job(msgspec.Struct, kw_only=True):
+    name: str
+    number: int
+    """Order of submission."""
+    state: State = "queued"
+    share: float = 1.0
+    priority: int = 0
+    max_usd: float = 0.0
+    """0: no limit."""
+    deadline_s: float = 0.0
+    """Unix time; 0: none."""
+    directory: str = ""
+    """Where the job was submitted: modules of its environment may be there."""
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    steps: int = 0
+    """Of its recipe."""
+    step: int = 0
+    """The last one that the service has seen."""
+    reason: str = ""
+    """Why it is in this state."""
+    ending: State | Literal[""] = ""
+    """The state that it gets when its processes have ended; empty: it shall run."""
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("queued", "running")
+
+
+class Store:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "jobs"
+        self.jobs: dict[str, Job] = {}
+        self.unsaved: set[str] = set()
+        """Jobs whose last change could not be written."""
+
+    def load(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.folder.iterdir()):
+            if not (path / "job.json").is_file():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                continue
+            try:
+                job = msgspec.json.decode((path / "job.json").read_bytes(), type=Job)
+            except (OSError, msgspec.DecodeError) as e:  # ValidationError is a DecodeError
+                job = Job(name=path.name, number=0, state="failed", reason=f"{path / 'job.json'} is damaged: {e}")
+            self.jobs[path.name] = job
+
+    def get(self, name: str) -> Job:
+        if name not in self.jobs:
+            raise WindfallError(f"there is no job {name!r}", where="jobs", fix=nearest(name, self.jobs))
+        return self.jobs[name]
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def check_name(self, name: str) -> None:
+        if not NAME.fullmatch(name):
+            fix = "Use up to 48 letters, digits, '.', '_' and '-', such as --name arithmetic-2."
+            raise WindfallError(f"{name!r} cannot be the name of a job", where="--name", fix=fix)
+        if name in self.jobs:
+            fix = f"Choose another --name, or continue it: windfall resume {name} --on URL"
+            raise WindfallError(f"there is a job {name!r} already ({self.jobs[name].state})", where="--name", fix=fix)
+
+    def add(self, job: Job) -> None:
+        """The folder of the job is complete. Raises WindfallError if it cannot be recorded."""
+        try:
+            self._write(job)
+        except OSError as e:
+            raise unwritable("the job", self.path(job.name), e, "Free disk space, then submit it again.") from e
+        self.jobs[job.name] = job
+
+    def save(self, job: Job) -> None:
+        """Write a change of a job. If that fails, the change holds in memory and `retry` writes it later."""
+        try:
+            self._write(job)
+            self.unsaved.discard(job.name)
+        except OSError:
+            self.unsaved.add(job.name)
+
+    def retry(self) -> None:
+        for name in list(self.unsaved):
+            self.save(self.jobs[name])
+
+    def _write(self, job: Job) -> None:
+        write(self.path(job.name) / "job.json", msgspec.json.encode(job))
+
+    def next_number(self) -> int:
+        return 1 + max((job.number for job in self.jobs.values()), default=0)
+
+    def waiting(self) -> list[Job]:
+        """Those that shall run and do not, in the order in which they start."""
+        found = [job for job in self.jobs.values() if job.state == "queued" and not job.ending]
+        return sorted(found, key=lambda job: (-job.priority, not job.started_s, job.number))
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file as a whole, also if the machine loses its power."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

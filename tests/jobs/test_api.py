@@ -1,0 +1,147 @@
+"""Who may do what over HTTP, and what a request that is not right is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job_service import RECIPE
+from windfall.errors import WindfallError
+from windfall.jobs import api as apis
+from windfall.jobs.client import JobsClient
+from windfall.jobs.service import Service
+from windfall.jobs.settings import FleetSettings
+
+SETTINGS = FleetSettings(devices="cpu", price_usd_per_h=3.6)
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[Service, str]]:
+    """A service that starts no job."""
+    service = Service(SETTINGS.model_copy(update={"folder": folder}), lambda line: None)
+    service.stopping = True
+    api = apis.Api(service)
+    runner, port = await api.open("127.0.0.1", 0)
+    try:
+        yield service, apis.url("127.0.0.1", port)
+    finally:
+        api.close()
+        await runner.cleanup()
+
+
+def asked(folder: Path, ask: Callable[[Service, str], Any]) -> Any:
+    """The result of a function that asks the service, in a thread."""
+
+    async def main() -> Any:
+        async with serving(folder) as (service, url):
+            return await asyncio.to_thread(ask, service, url)
+
+    return asyncio.run(main())
+
+
+def status(url: str, token: str, method: str = "GET", body: bytes | None = None) -> int:
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {token}"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as e:
+        assert set(json.load(e)["error"]) == {"what", "where", "fix"}
+        return e.code
+
+
+def test_a_token_allows_its_own_job_and_nothing_else(tmp_path: Path) -> None:
+    def ask(service: Service, url: str) -> None:
+        fleet = JobsClient(url, service.token)
+        a, b = (fleet.post("/jobs", recipe=RECIPE, name=name)["token"] for name in "ab")
+        assert len({a, b, service.token}) == 3
+        assert (tmp_path / "jobs/a/token").stat().st_mode & 0o777 == 0o600
+        assert set(fleet.get("/jobs")["jobs"]) == {"a", "b"}
+        own = JobsClient(url, a).get("/jobs")
+        assert set(own["jobs"]) == {"a"}
+        assert "devices" not in own, "they name the jobs of others"
+        assert status(f"{url}/jobs/a", a) == 200
+        assert status(f"{url}/jobs/b", a) == status(f"{url}/jobs/nothing", a) == 404
+        for path in ("jobs/b/stop", "jobs/b/resume"):
+            assert status(f"{url}/{path}", a, "POST", b"{}") == 404
+        for path in ("jobs", "machines/other"):
+            assert status(f"{url}/{path}", a, "POST", b"{}") == 403
+        assert status(f"{url}/metrics", a) == 403
+        assert service.store.jobs["b"].state == "queued"
+        assert JobsClient(url, a).post("/jobs/a/stop")["state"] == "stopped"
+        assert service.store.jobs["a"].state == "stopped"
+
+    asked(tmp_path, ask)
+
+
+@pytest.mark.parametrize("token", ["", "wrong-token-1234567", "é" * 20])
+def test_nothing_is_shown_without_a_token(tmp_path: Path, token: str) -> None:
+    def ask(service: Service, url: str) -> None:
+        latin = token.encode().decode("latin-1")
+        for method, path in (("GET", "jobs"), ("GET", "metrics"), ("POST", "jobs"), ("GET", "jobs/a")):
+            assert status(f"{url}/{path}", latin, method, b"{}" if method == "POST" else None) == 401
+        assert status(f"{url}/health", latin) == 200
+
+    asked(tmp_path, ask)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": "../x"}, "cannot be the name of a job"),
+        ({"name": "a", "share": 0}, "share = 0"),
+        ({"name": "a", "max_usd": -1}, "max_usd = -1"),
+        ({"name": "a", "recipe": "[run"}, "not valid TOML"),
+        ({"name": "a", "recipe": "[run]\nstep = 1"}, "unknown key 'run.step'"),
+        ({"name": "a", "more": 1}, "unknown field `more`"),
+        ({"name": 5}, "Expected `str`"),
+        ({"name": "here"}, "there is a job 'here' already"),
+    ],
+)
+def test_submission_that_is_not_right_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        client.post("/jobs", recipe=RECIPE, name="here")
+        with pytest.raises(WindfallError, match=said.replace("`", ".")):
+            client.post("/jobs", **{"recipe": RECIPE, **fields})
+        assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["here"]
+
+    asked(tmp_path, ask)
+
+
+def test_metrics_and_jobs_say_what_was_spent(tmp_path: Path) -> None:
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        client.post("/jobs", recipe=RECIPE, name="a", max_usd=2.0)
+        hour = 3600 * 10**9
+        assert client.post("/machines/m", life="x", times={"gpu0": {"a": hour, "": hour}}, price_usd_per_h=2.0) == {
+            "jobs": []
+        }
+        service._look()
+        assert client.get("/jobs/a")["usd"] == 2.0
+        assert client.get("/jobs")["devices"]["m/gpu0"]["used_s"] == {"a": 3600.0}
+        with pytest.raises(WindfallError, match="another machine has joined as 'm'"):
+            client.post("/machines/m", life="y", times={}, price_usd_per_h=2.0)
+        client.post("/jobs/a/stop")
+        with pytest.raises(WindfallError, match=r"has spent \$2.0000 of \$2"):
+            client.post("/jobs/a/resume")
+        assert client.post("/jobs/a/resume", max_usd=3.0)["state"] == "queued"
+        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {service.token}"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert 'windfall_job_usd{job="a"} 2.000000' in answer.read().decode()
+
+    asked(tmp_path, ask)
+
+
+def test_service_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="the service does not answer"):
+        JobsClient("http://127.0.0.1:9", "0123456789abcdef").get("/jobs")
+    with pytest.raises(WindfallError, match="no service has this folder"):
+        JobsClient(str(tmp_path), None)

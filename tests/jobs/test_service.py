@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.hostile import environments as hostile
 from tests.support.job_service import JobService, alone
 
 pytestmark = pytest.mark.timeout(600)
 SEEDS = {"a": "run.seed=1", "b": "run.seed=2", "c": "run.seed=3"}
+Alone = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The weights of a job's recipe, trained alone; each is trained once."""
+    return functools.cache(lambda name, *sets: alone(tmp_path_factory.mktemp("alone"), name, SEEDS[name], *sets))
 
 
 def bills_add_up(service: JobService) -> None:
@@ -25,7 +35,7 @@ def bills_add_up(service: JobService) -> None:
     assert max(one) - min(one) < 0.1, "every device was there for the same time"
 
 
-def test_two_jobs_end_with_the_weights_that_each_has_alone(tmp_path: Path) -> None:
+def test_two_jobs_end_with_the_weights_that_each_has_alone(tmp_path: Path, trained_alone: Alone) -> None:
     began = time.monotonic()
     with JobService(tmp_path) as service:
         service.up()
@@ -43,33 +53,137 @@ def test_two_jobs_end_with_the_weights_that_each_has_alone(tmp_path: Path) -> No
         turns = [json.loads(line) for line in (service.folder / "turns.jsonl").read_text().splitlines()]
         assert {(turn["job"], turn["kind"]) for turn in turns} >= {("a", "train"), ("b", "train")}
         for name in "ab":
-            assert service.weights(name) == alone(tmp_path, name, SEEDS[name])
+            assert service.weights(name) == trained_alone(name)
 
 
-def killed_again_and_again(folder: Path, kills: int, steps: int) -> None:
-    sets = [f"run.steps={steps}", "checkpoint.every=1"]
-    with JobService(folder) as service:
+def killed_again_and_again(service: JobService, kills: int, *sets: str) -> None:
+    service.up()
+    for name in SEEDS:
+        service.train(name, SEEDS[name], "checkpoint.every=1", *sets)
+    for kill in range(kills):
+        # At another moment every time: while jobs start, generate, train, or are written to disk.
+        time.sleep(0.2 + 3.0 * (kill * 0.618 % 1))
+        service.kill()
         service.up()
-        for name in SEEDS:
-            service.train(name, SEEDS[name], *sets)
-        for kill in range(kills):
-            # At another moment every time: while jobs start, generate, train, or are written to disk.
-            time.sleep(0.2 + 3.0 * (kill * 0.618 % 1))
-            service.kill()
-            service.up()
-            assert set(service.states()) == set(SEEDS)
-        assert service.until_ended(within_s=400) == dict.fromkeys(SEEDS, "done")
-        assert service.interrupt() == 0
-        bills_add_up(service)
-        for name in SEEDS:
-            assert service.weights(name) == alone(folder, name, SEEDS[name], *sets)
+        assert set(service.states()) == set(SEEDS)
+    assert service.until_ended(within_s=400) == dict.fromkeys(SEEDS, "done")
+    assert service.interrupt() == 0
+    bills_add_up(service)
 
 
-def test_killed_service_loses_no_job(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, kills=3, steps=2)
+def test_killed_service_loses_no_job(tmp_path: Path, trained_alone: Alone) -> None:
+    with JobService(tmp_path) as service:
+        killed_again_and_again(service, 3)
+        for name in SEEDS:
+            assert service.weights(name) == trained_alone(name)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_service_that_is_killed_twenty_times_loses_no_job(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, kills=20, steps=8)
+def test_service_that_is_killed_twenty_times_loses_no_job(tmp_path: Path, trained_alone: Alone) -> None:
+    with JobService(tmp_path) as service:
+        killed_again_and_again(service, 20, "run.steps=8")
+        for name in SEEDS:
+            assert service.weights(name) == trained_alone(name, "run.steps=8")
+
+
+def using(env: type, **options: object) -> tuple[str, ...]:
+    words = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {"from_task": 1, **options}.items())
+    keys = ("env.name=custom", f"env.factory={hostile.factory(env)}", f"env.options={{ {words} }}")
+    return (*keys, "rollout.reward_timeout_s=60")
+
+
+def test_jobs_that_misbehave_harm_only_themselves(tmp_path: Path, trained_alone: Alone) -> None:
+    fleet = "jobs_at_once = 5\n[limits]\nprocesses = 60\nmemory_gb = 0.8\n"
+    pids = tmp_path / "pids"
+    with JobService(tmp_path, fleet) as service:
+        service.up()
+        service.train("bomb", *using(hostile.LeavesProcesses, file=str(pids), count=20, wait_s=600.0))
+        service.train("hungry", *using(hostile.EatsMemory, mb=1200))
+        asleep = using(hostile.Sleeps)
+        service.train("asleep", *asleep, "rollout.reward_timeout_s=1", "rollout.reward_tries=1")
+        service.train("poor", "run.steps=100000", options=("--max-usd", "0.001"))
+        service.train("a", SEEDS["a"])
+        states = service.until_ended()
+        assert states == {
+            "bomb": "failed", "hungry": "failed", "asleep": "failed", "poor": "over_budget", "a": "done",
+        }  # fmt: skip
+        jobs = service.jobs()
+        assert "more than limits.processes = 60" in jobs["bomb"]["reason"]
+        assert "more than the 0.8 GB" in jobs["hungry"]["reason"]
+        assert "got a reward" in jobs["asleep"]["reason"]
+        assert "it has spent $0.001" in jobs["poor"]["reason"]
+        assert 0.001 <= jobs["poor"]["usd"] < 0.05
+        left = [int(pid) for pid in pids.read_text().split()]
+        service.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), "has ended the bomb")
+        said = service.command("resume", "poor", "--on", str(service.folder), status=2)
+        assert "it has spent" not in said
+        assert "has spent $0.00" in said
+        assert "poor is" in service.command("resume", "poor", "--on", str(service.folder), "--max-usd", "9")
+        service.until(lambda: service.states()["poor"] == "running", "runs it again")
+        assert "poor is stopping" in service.command("stop", "poor", "--on", str(service.folder))
+        assert service.until_ended("poor")["poor"] == "stopped"
+        service.interrupt()
+        bills_add_up(service)
+        assert service.weights("a") == trained_alone("a")
+
+
+CRASHES = """
+import os, sys
+if "_controller" in sys.argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_job_that_crashes_in_a_loop_fails_alone(tmp_path: Path, trained_alone: Alone) -> None:
+    """Its controller dies at every start; restarts back off, and then the job fails with the reason."""
+    with JobService(tmp_path) as service:
+        service.up()
+        (tmp_path / "sitecustomize.py").write_text(CRASHES)  # submitted from here, and found by its processes
+        service.submit("crashes", directory=str(tmp_path))
+        service.train("a", SEEDS["a"])
+        assert service.until_ended() == {"crashes": "failed", "a": "done"}
+        reason = service.jobs()["crashes"]["reason"]
+        assert "the controller was killed (SIGKILL) (16 times in a row, with no new step in between)" in reason
+        assert service.weights("a") == trained_alone("a")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_twenty_queued_jobs_all_end_and_leave_nothing(tmp_path: Path) -> None:
+    names = [f"job-{number}" for number in range(20)]
+    with JobService(tmp_path, "jobs_at_once = 3\n") as service:
+        service.up()
+        for number, name in enumerate(names):
+            service.submit(name, directory=str(tmp_path), priority=int(number == 19))
+        running: set[int] = set()
+
+        def ended() -> bool:
+            states = [*service.states().values()]
+            running.add(states.count("running"))
+            return states.count("done") == 20
+
+        service.until(ended, "has ended all jobs", 1200)
+        assert max(running) == 3
+        files = len(list(Path(f"/proc/{service.pid}/fd").iterdir()))
+        assert files < 60, "files of ended jobs are closed"
+        children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
+        assert len(children) == 1, "only the process that others are forked from"
+        started = {name: job["started_s"] for name, job in service.jobs().items()}
+        assert sorted(names, key=started.__getitem__).index("job-19") <= 3, "its priority is higher"
+        assert service.interrupt() == 0
+        bills_add_up(service)
+
+
+def test_stopped_service_saves_all_jobs_and_continues_them(tmp_path: Path, trained_alone: Alone) -> None:
+    with JobService(tmp_path) as service:
+        service.up()
+        service.train("a", SEEDS["a"])
+        service.until(lambda: (service.folder / "jobs/a/events.jsonl").exists(), "has started the job")
+        assert service.interrupt() == 0
+        saved = json.loads((service.folder / "jobs/a/job.json").read_text())
+        assert saved["state"] in ("queued", "done")
+        service.up()
+        assert service.until_ended() == {"a": "done"}
+        assert service.weights("a") == trained_alone("a")

@@ -250,6 +250,15 @@ class RaisesStrangelyLater(RaisesStrangely):
         return self.misbehave(task, turns)
 
 
+class EatsMemory(Sound):
+    """Uses `mb` of memory, and keeps it."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        eaten = bytearray(b"x") * (self.options["mb"] << 20)
+        time.sleep(600.0)
+        return Feedback(reward=float(len(eaten)))
+
+
 class LeavesProcesses(Sound):
     """Leaves processes behind in every way, and appends their pids to `file`. `wait_s`: the call lasts so long."""
 

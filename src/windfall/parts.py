@@ -14,10 +14,12 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 OWN = (
-    "page", "plan", "serve", "sim", "jobs", "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
+    "page", "plan", "serve", "sim", "jobs",
+    "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
 )  # fmt: skip
 """The parts that come with windfall, in the order of their commands and sections."""
 GROUP = "windfall.parts"
@@ -45,6 +47,10 @@ class ProgramPart:
 
     def section(self) -> tuple[str, type[Any]] | None:
         """The section of the recipe that the part adds, such as "sim" or "fleet.ray", and its class."""
+        return None
+
+    def view(self, folder: Path) -> Any:
+        """What `windfall top` shows, now, of a folder that this part writes and that is no run. None: not its own."""
         return None
 
 

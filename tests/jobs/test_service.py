@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -187,3 +188,26 @@ def test_stopped_service_saves_all_jobs_and_continues_them(tmp_path: Path, train
         service.up()
         assert service.until_ended() == {"a": "done"}
         assert service.weights("a") == trained_alone("a")
+
+
+def test_machine_that_joins_works_for_the_jobs_and_is_billed(tmp_path: Path, trained_alone: Alone) -> None:
+    with JobService(tmp_path) as service:
+        service.up()
+        machine = service.join("m")
+        try:
+            service.until(lambda: service.client().get("/jobs")["bill"]["machines"] == ["m"], "sees the machine")
+            service.train("a", SEEDS["a"], "run.steps=4")
+            assert service.until_ended() == {"a": "done"}
+            machine.send_signal(signal.SIGINT)
+            assert machine.wait(60) == 0, (tmp_path / "m.log").read_text()
+        finally:
+            machine.kill()
+        events = (service.folder / "jobs/a/events.jsonl").read_text()
+        assert '"m-w1.1' in events, (tmp_path / "m.log").read_text()
+        found = service.client().get("/jobs")
+        device = found["devices"]["m/cpu0"]
+        assert device["used_s"]["a"] > 0
+        here = sum(d["idle_s"] + sum(d["used_s"].values()) for n, d in found["devices"].items() if n != "m/cpu0")
+        there = device["idle_s"] + sum(device["used_s"].values())
+        assert found["bill"]["usd"] == pytest.approx((here * 3.6 + there * 7.2) / 3600, rel=1e-6)
+        assert service.weights("a") == trained_alone("a", "run.steps=4")

@@ -4,6 +4,7 @@
     GET  /jobs                      what the token allows   POST /jobs/NAME/stop      ends it, resumable
     POST /jobs                      submits a job           POST /jobs/NAME/resume    continues it
     GET  /metrics                   for Prometheus          POST /machines/NAME       a machine that has joined reports
+    GET  /page                      page.py, with its key
 
 Rules: a request has the header `Authorization: Bearer TOKEN`. The fleet's token allows everything. A job's token allows
 reading and ending that job, and nothing about others: a job that is not its own does not exist for it. Tokens are
@@ -22,6 +23,7 @@ import msgspec
 from aiohttp import web
 
 from windfall.errors import WindfallError
+from windfall.jobs import page
 from windfall.jobs.bill import Times
 from windfall.jobs.service import Service
 from windfall.jobs.store import NAME
@@ -80,6 +82,8 @@ class Api:
                 web.post("/machines/{name}", self._report),
             ]
         )
+        for path, handler in page.JobsPage(service.folder, service.token).handlers().items():
+            self.app.router.add_get(path, self._shown(handler))
 
     async def open(self, host: str, port: int) -> tuple[web.AppRunner, int]:
         fix = "Choose another port in the fleet's file, or stop the service that uses this one."
@@ -91,6 +95,17 @@ class Api:
     def authenticated(self, request: web.Request) -> None:
         """Lift the limits of a peer that has shown what it needs."""
         self._listener.authenticated(request.transport)
+
+    def _shown(self, handler: page.Handler) -> page.Handler:
+        """A page, which checks its key itself."""
+
+        async def shown(request: web.Request) -> web.StreamResponse:
+            response = await handler(request)
+            if response.status == 200:
+                self.authenticated(request)
+            return response
+
+        return shown
 
     # who asks
 
@@ -136,12 +151,17 @@ class Api:
     async def _list(self, request: web.Request) -> web.Response:
         who, found = await self._who(request), self._service.snapshot()
         if who != FLEET:
-            found = {"time_s": found["time_s"], "jobs": {who: found["jobs"][who]}}
+            found = {"time_s": found["time_s"], "devices": {}, "jobs": {who: found["jobs"][who]}}
         return web.json_response(found)
 
     async def _show(self, request: web.Request) -> web.Response:
         name = await self._job(request)
-        return web.json_response({"name": name, **self._service.describe(self._service.store.get(name))})
+        used = {
+            device: {"used_s": {name: times.get(name, 0) / 1e9}}
+            for device, times in self._service.bill.devices().items()
+        }
+        described = self._service.describe(self._service.store.get(name))
+        return web.json_response({"name": name, "devices": used, **described})
 
     async def _submit(self, request: web.Request) -> web.Response:
         await self._fleet(request)

@@ -49,14 +49,23 @@ def jobs(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show this job only.")] = "",
     on: On = "fleet",
     token: Token = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the service says, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the jobs of a service: queue, progress, share, dollars so far, predicted end."""
-    from windfall.jobs.client import JobsClient
+    from rich.console import Console
 
-    client = JobsClient(on, token)
-    found = client.get(f"/jobs/{quote(name, safe='')}" if name else "/jobs")
-    print(json.dumps(found, indent=None if as_json else 2))
+    from windfall.jobs import views
+    from windfall.jobs.client import JobsClient
+    from windfall.run.views.top import WIDE
+
+    found = JobsClient(on, token).get(f"/jobs/{quote(name, safe='')}" if name else "/jobs")
+    if as_json:
+        print(json.dumps(found))
+        return
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out.width = max(out.width, WIDE)
+    out.print(views.one(name, found, found.get("devices")) if name else views.table(found))
 
 
 def stop(

@@ -99,7 +99,9 @@ def _table_price(place: Place) -> float:
     return prices.of(Lease(kind="reserved", device=cuda_device_name() or "")).usd_per_h
 
 
-def environment(own: Mapping[str, str], *, token: str, directory: str) -> dict[str, str]:
-    """Of the processes of a job. `own`: what `DeviceHost.admit` returned."""
+def environment(own: Mapping[str, str], *, token: str, directory: str = "", pin: Path | None = None) -> dict[str, str]:
+    """Of the processes of a job. `own`: what `DeviceHost.admit` returned. `directory`: where its modules may be. `pin`:
+    certificate of its controller."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), directory)))
-    return {**os.environ, **own, "WINDFALL_TOKEN": token, **({"PYTHONPATH": path} if path else {})}
+    more = {"PYTHONPATH": path, "WINDFALL_TLS_PIN": str(pin or "")}
+    return {**os.environ, **own, "WINDFALL_TOKEN": token, **{key: value for key, value in more.items() if value}}

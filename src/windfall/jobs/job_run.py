@@ -39,13 +39,13 @@ def fitted(recipe: Recipe, settings: FleetSettings, host: DeviceHost) -> Recipe:
     device; on all of them if the trainer's own engine does not generate and there is no other. Everything that makes
     the weights stays as it is."""
     others = len(host.places) - len(host.trainers)
+    run = {"device": host.places[0].device}
     fleet = {
         "workers": others or (0 if recipe.fleet.local else len(host.places)),
         "workers_max": 0, "host": settings.host, "port": 0, "weights_port": 0,
     }  # fmt: skip
-    run = {}
-    if host.places[0].device == "cpu":
-        fleet["worker_threads"], run = 1, {"device": "cpu", "threads": 1}
+    if run["device"] == "cpu":
+        fleet["worker_threads"] = run["threads"] = 1
     return recipe.model_copy(
         update={"fleet": recipe.fleet.model_copy(update=fleet), "run": recipe.run.model_copy(update=run)}
     )
@@ -110,7 +110,7 @@ class JobRun:
                     recipe,
                     self.folder,
                     self._host.forks_of(job.name),
-                    hosts.environment(own, token=self.token, directory=job.directory),
+                    hosts.environment(own, token=self.token, directory=job.directory, pin=recipe.fleet.tls_cert),
                     notice=self._say,
                     on_event=self._on_event,
                     places=self._host.places,

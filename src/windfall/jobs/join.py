@@ -94,7 +94,7 @@ class JoinedMachine:
     async def _work_for(self, job: dict[str, Any]) -> None:
         name = job["name"]
         own = self._host.admit(name, share=job["share"], priority=job["priority"], deadline_s=job["deadline_s"])
-        environment = hosts.environment(own, token=job["token"], directory="")
+        environment = hosts.environment(own, token=job["token"])
         assigned = GpuAssignment(len(self._host.places), trainer=0, workers=len(self._host.places))
         forks = self._host.forks_of(name)
         reached = network.in_url(str(urlsplit(self._client.url).hostname))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windfall.parts import Command
 from windfall.run.submission import Submission, SubmitPart
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from windfall.recipe.sections import Recipe
 
 
@@ -25,6 +28,11 @@ class JobsPart(SubmitPart):
             Command(panel=panel, example="stop mine --on http://10.0.0.5:8765", function=commands.stop),
             Command(panel=panel, example="join --on http://10.0.0.5:8765 --token fleet/token", function=commands.join),
         ]
+
+    def view(self, folder: Path) -> Group | None:
+        from windfall.jobs import views
+
+        return views.of_folder(folder) if views.is_service(folder) else None
 
     def submit(self, recipe: Recipe, submission: Submission) -> None:
         from windfall.jobs import commands

@@ -19,6 +19,7 @@ from windfall import errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, unwritable
 from windfall.jobs import api as apis
+from windfall.jobs import page
 from windfall.jobs import service as services
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
@@ -48,6 +49,7 @@ async def _run(settings: FleetSettings) -> None:
         address = {"url": url, "port": port, "pid": os.getpid()}
         folders.replace(settings.folder / "address.json", json.dumps(address))
         _say(f"listening on {url}, {len(service.host.places)} devices, {services.summary(service.store.jobs)}")
+        _say(f"page: {page.link(url, service.token)}")
         _say(f"submit a job: windfall train RECIPE.toml --on {url} --token {settings.folder / 'token'}")
         _stop_on_signals(service)
         await service.run()

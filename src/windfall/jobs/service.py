@@ -69,6 +69,7 @@ class Service:
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adding = asyncio.Lock()
+        self._tokens: dict[str, str] = {}
         self._usd: dict[str, float] = {}
         self._written = True
 
@@ -165,7 +166,9 @@ class Service:
         return self._usd.get(name, 0.0)
 
     def job_token(self, name: str) -> str:
-        return auth.read_token(self.store.path(name) / "token")
+        if name not in self._tokens:
+            self._tokens[name] = auth.read_token(self.store.path(name) / "token")
+        return self._tokens[name]
 
     def report(self, machine: str, life: str, times: Times, price: float) -> list[dict[str, Any]]:
         """A machine that has joined reports its device time. Returns the jobs that its workers should work for."""

@@ -255,7 +255,10 @@ def trainer(
 
 
 def top(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a run, in progress or ended; or of a service (windfall up)."),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -263,7 +266,8 @@ def top(
     from windfall.run.views import top
     from windfall.run_folder import recipe_file
 
-    recipe_file(run)
+    if top.view_of_part(run) is None:
+        recipe_file(run)
     top.show(run, once=once, as_json=as_json)
 
 
@@ -387,6 +391,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "export runs/demo models/demo": export,
     },
     "Watch": {"top runs/demo": top},
+    "Several jobs": {},
     "Plan": {},
     "Add machines": {
         "token demo.token": token,

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from windfall import parts
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.run.views import figures, long_responses, moved_weights
@@ -42,13 +43,20 @@ def show(run: Path, *, once: bool = False, as_json: bool = False, every_s: float
         out.print(view(run))
         return
     with Live(view(run), console=out, refresh_per_second=4) as screen:
-        while folders.held(run):
+        while folders.held(run) or folders.held(run, "service"):
             screen.update(view(run))
             time.sleep(every_s)
         screen.update(view(run))
 
 
+def view_of_part(folder: Path) -> Any:
+    """What a part shows of a folder that is its own; None: the folder of a run, or something else."""
+    return next((shown for part in parts.found() if (shown := part.view(folder)) is not None), None)
+
+
 def view(run: Path) -> Group:
+    if (shown := view_of_part(run)) is not None:
+        return shown
     live, snapshot = folders.held(run), folders.read_json(run / "fleet.json")
     try:
         if snapshot is not None:

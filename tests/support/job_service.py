@@ -1,4 +1,4 @@
-"""A service of jobs (`windfall up`) in a process of its own, for tests that submit to it, kill it and start it again."""
+"""A service of jobs (`windfall up`) in a process of its own: tests submit to it, kill it and start it again."""
 
 from __future__ import annotations
 

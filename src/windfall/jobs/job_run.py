@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from windfall import errors
 from windfall import run_folder as folders
@@ -39,7 +40,7 @@ def fitted(recipe: Recipe, settings: FleetSettings, host: DeviceHost) -> Recipe:
     device; on all of them if the trainer's own engine does not generate and there is no other. Everything that makes
     the weights stays as it is."""
     others = len(host.places) - len(host.trainers)
-    run = {"device": host.places[0].device}
+    run: dict[str, Any] = {"device": host.places[0].device}
     fleet = {
         "workers": others or (0 if recipe.fleet.local else len(host.places)),
         "workers_max": 0, "host": settings.host, "port": 0, "weights_port": 0,

@@ -94,12 +94,13 @@ def using(env: type, **options: object) -> tuple[str, ...]:
     return (*keys, "rollout.reward_timeout_s=60")
 
 
+@pytest.mark.slow
 def test_jobs_that_misbehave_harm_only_themselves(tmp_path: Path, trained_alone: Alone) -> None:
     fleet = "jobs_at_once = 5\n[limits]\nprocesses = 60\nmemory_gb = 0.8\n"
     pids = tmp_path / "pids"
     with JobService(tmp_path, fleet) as service:
         service.up()
-        service.train("bomb", *using(hostile.LeavesProcesses, file=str(pids), count=20, wait_s=600.0))
+        service.train("bomb", *using(hostile.StartsPrograms, file=str(pids), count=80))
         service.train("hungry", *using(hostile.EatsMemory, mb=1200))
         asleep = using(hostile.Sleeps)
         service.train("asleep", *asleep, "rollout.reward_timeout_s=1", "rollout.reward_tries=1")
@@ -177,6 +178,7 @@ def test_twenty_queued_jobs_all_end_and_leave_nothing(tmp_path: Path) -> None:
         bills_add_up(service)
 
 
+@pytest.mark.slow
 def test_stopped_service_saves_all_jobs_and_continues_them(tmp_path: Path, trained_alone: Alone) -> None:
     with JobService(tmp_path) as service:
         service.up()
@@ -190,6 +192,7 @@ def test_stopped_service_saves_all_jobs_and_continues_them(tmp_path: Path, train
         assert service.weights("a") == trained_alone("a")
 
 
+@pytest.mark.slow
 def test_machine_that_joins_works_for_the_jobs_and_is_billed(tmp_path: Path, trained_alone: Alone) -> None:
     with JobService(tmp_path) as service:
         service.up()

@@ -22,7 +22,8 @@ from windfall.processes import process
 from windfall.processes.process import Handle
 from windfall.recipe.file import parse_recipe
 from windfall.run import liveness
-from windfall.run.run_processes import TURN_DEVICES, RunProcesses
+from windfall.run.run_processes import RunProcesses
+from windfall.turns.client import DEVICES
 from windfall.types import Lease
 
 
@@ -282,7 +283,7 @@ class Starts:
         del log
         if self.fails:
             raise OSError("too many processes")
-        self.devices[name] = env.get(TURN_DEVICES, "")
+        self.devices[name] = env.get(DEVICES, "")
         options = ("--device", "--memory")
         device, memory = (argv[argv.index(option) + 1] if option in argv else "" for option in options)
         self.started[name] = (env.get("CUDA_VISIBLE_DEVICES", "all"), device, memory)

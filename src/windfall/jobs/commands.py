@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from windfall.errors import WindfallError
-from windfall.run.commands.options import token_option
+from windfall.run.commands.options import Json, token_option
 
 if TYPE_CHECKING:
     from windfall.recipe.sections import Recipe
@@ -49,7 +49,7 @@ def jobs(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show this job only.")] = "",
     on: On = "fleet",
     token: Token = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the jobs of a service: queue, progress, share, dollars so far, predicted end."""
     from rich.console import Console

@@ -31,7 +31,7 @@ from windfall.link import network
 from windfall.processes.process import Handle
 from windfall.providers.slots import SlotProvider
 from windfall.run.gpu_assignment import GpuAssignment
-from windfall.run.run_processes import TURN_DEVICES
+from windfall.turns.client import DEVICES
 from windfall.types import Lease
 
 EVERY_S = 1.0
@@ -109,7 +109,7 @@ class JoinedMachine:
                 str(lease.price_usd_per_h), "--threads", "1" if place.device == "cpu" else "0", "--clouds", "none",
                 "--device", place.device, "--memory", str(assigned.memory_share(worker)),
             ]  # fmt: skip
-            env = place.environment(environment | {TURN_DEVICES: place.name})
+            env = place.environment(environment | {DEVICES: place.name})
             log = self._folder / name / f"{worker}.log"
             handle = await forks.start(name=worker, argv=argv, env=env, log=log)
             handle.when_ended(partial(assigned.release, worker))

@@ -42,14 +42,13 @@ from windfall.run.ranks.joined_ranks import JoinedRanks
 from windfall.run.ranks.rank_group import RankGroup
 from windfall.run.recipe_check import trace_changes
 from windfall.trainer.ranks.rank_place import RankPlace, trainer_devices
+from windfall.turns import client as turns
 from windfall.types import Lease
 
 BETWEEN_VERSIONS = 4
 """Exit status of a trainer that lost its controller between two updates: its weights belong to no version."""
 LOGS_KEPT = 50
 """Log files of ended workers to keep."""
-TURN_DEVICES = "WINDFALL_TURN_DEVICES"
-"""Environment variable with the names of the shared devices that a process takes turns on."""
 
 
 class Forks(Protocol):
@@ -410,4 +409,4 @@ class RunProcesses:
 def _turns_on(places: Sequence[devices.Place]) -> dict[str, str]:
     """Which shared devices a process computes on; empty if it has its devices for itself."""
     names = [place.name for place in places if place.name]
-    return {TURN_DEVICES: ",".join(names)} if names else {}
+    return {turns.DEVICES: ",".join(names)} if names else {}

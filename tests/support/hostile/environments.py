@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -257,6 +258,17 @@ class EatsMemory(Sound):
         eaten = bytearray(b"x") * (self.options["mb"] << 20)
         time.sleep(600.0)
         return Feedback(reward=float(len(eaten)))
+
+
+class StartsPrograms(Sound):
+    """Starts `count` programs that are no children of its session, and appends their pids to `file`."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        started = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(self.options["count"])]
+        with open(self.options["file"], "a") as file:
+            file.writelines(f"{program.pid}\n" for program in started)
+        time.sleep(600.0)
+        return Feedback(reward=1.0)
 
 
 class LeavesProcesses(Sound):

@@ -1,0 +1,73 @@
+"""What counts against the limits of a job, and that nothing of it is left when it is ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from windfall.jobs import limits
+from windfall.jobs.limits import Usage
+from windfall.jobs.settings import JobLimits
+from windfall.processes import reaper
+
+TREE = """
+import os, subprocess, time
+for _ in range(3):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+eaten = bytearray(b"x") * (64 << 20)
+time.sleep(600)
+"""
+"""A child with three children of its own, which uses 64 MB."""
+
+
+@pytest.fixture
+def controller() -> Iterator[int]:
+    """A process whose child is TREE."""
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {TREE!r}]); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        yield process.pid
+    finally:
+        reaper.kill_descendants(process.pid)
+        process.kill()
+        process.wait(20)
+
+
+def usage_when(pid: int, enough: Usage) -> Usage:
+    deadline = time.monotonic() + 60
+    while (used := limits.usage(pid)).processes < enough.processes or used.bytes < enough.bytes:
+        assert time.monotonic() < deadline, f"waited 60 s for {enough}; there is {used}"
+        time.sleep(0.02)
+    return used
+
+
+def test_all_descendants_count_and_are_killed(controller: int) -> None:
+    used = usage_when(controller, Usage(processes=4, bytes=60 << 20))
+    assert used.processes == 4
+    assert used.bytes < 500 << 20
+    below = reaper.descendants(controller)
+    for pid in below:
+        with open(f"/proc/{pid}/oom_score_adj") as file:
+            assert int(file.read()) >= limits.OOM_SCORE
+    limits.kill_tree(controller)
+    assert limits.usage(controller).processes <= 1, "a child that was killed and not waited for yet"
+    for pid in below[1:]:
+        assert (
+            not os.path.exists(f"/proc/{pid}") or open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+        )
+
+
+def test_limits() -> None:
+    of_fleet = JobLimits(memory_gb=2.0, processes=10)
+    most = limits.most_bytes(of_fleet, 4)
+    assert most == 2_000_000_000
+    assert limits.exceeded(Usage(processes=10, bytes=most), of_fleet, most) == ""
+    assert "11 processes, more than limits.processes = 10" in limits.exceeded(Usage(processes=11), of_fleet, most)
+    assert "3.0 GB of memory, more than the 2.0 GB" in limits.exceeded(Usage(bytes=3 * 10**9), of_fleet, most)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert limits.most_bytes(JobLimits(), 4) == machine // 4

@@ -40,6 +40,13 @@ def test_jobs_and_devices_in_one_table() -> None:
     assert rows["gpu1"] == ["gpu1", "idle", "100.0%", "-"]
 
 
+def test_what_the_token_of_a_job_shows() -> None:
+    """No devices, no bill of the machines, no other job."""
+    text = shown(views.table({"time_s": time.time(), "jobs": {"a": job()}}))
+    assert text.splitlines()[0].rstrip() == "jobs: 1 running"
+    assert len(text.splitlines()) == 3
+
+
 def test_ended_jobs_that_are_left_out_are_counted() -> None:
     jobs = {f"j{n}": job("done", ended_s=float(n)) for n in range(20)} | {"now": job()}
     text = shown(views.table(snapshot(jobs), ended=8))

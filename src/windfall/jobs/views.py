@@ -56,9 +56,11 @@ def table(snapshot: Mapping[str, Any], *, ended: int | None = None, now_s: float
     hidden = set[str]()
     if ended is not None and len(over) > ended:
         hidden = set(sorted(over, key=lambda name: jobs[name].get("ended_s") or 0.0)[: len(over) - ended])
-    devices: dict[str, Any] = snapshot["devices"]
+    devices: dict[str, Any] = snapshot.get("devices") or {}  # a job's token does not show them
     rows = [_job_row(name, job, device_s(devices, name)) for name, job in jobs.items() if name not in hidden]
     lines = [_header(snapshot, now_s)]
+    if not jobs:
+        lines.append("submit one: windfall train recipe.toml --on URL")
     if hidden:
         lines.append(f"{len(hidden)} jobs that ended earlier are not shown: windfall jobs")
     parts = [Text("\n".join(lines)), figures.plain_table(COLUMNS, rows, right=NUMBERS, whole=True)]

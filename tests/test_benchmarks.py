@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from benchmarks.engine import calibrate_gpu
 from benchmarks.fleet import agents, intake, plan_fit
+from benchmarks.jobs import together
 from benchmarks.papers import rose_table as table
 from benchmarks.papers import seer_table
 from benchmarks.serve import beside_vllm as bench
@@ -30,6 +32,7 @@ from tests.support.rank_processes import CONTEXT
 from windfall.plan.model.cost_model import Efficiency
 from windfall.providers import trace
 from windfall.step_time import StepTime
+from windfall.types import Task, Turn
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -276,3 +279,45 @@ def test_seers_table_in_a_small_form(capsys: pytest.CaptureFixture[str]) -> None
     assert times[0] == 1.0
     assert times[1] > 0.95
     assert times[2] > 1.4 * times[1]
+
+
+def test_speeds_of_jobs_together_are_compared_with_those_alone(tmp_path: Path) -> None:
+    def ran(*progress: tuple[float, float]) -> together.Ran:
+        return together.Ran(folder=tmp_path, progress=list(progress))
+
+    alone = {"a": ran((10.0, 0.0), (20.0, 1000.0)), "b": ran((30.0, 0.0), (40.0, 2000.0))}
+    assert together.row(together.ALONE, alone, alone, None, False).split()[-4:] == ["150", "1.00x", "1.00", "1.00"]
+    both = {
+        "a": ran((50.0, 100.0), (70.0, 1100.0), (80.0, 1600.0)),
+        "b": ran((60.0, 0.0), (70.0, 1600.0), (99.0, 1700.0)),
+    }
+    turns = tmp_path / "turns.jsonl"
+    turns.write_text("".join(
+        json.dumps({"device": "cpu0", "start_s": start, "end_s": end}) + "\n"
+        for start, end in ((50.0, 62.0), (61.0, 65.0), (75.0, 90.0))
+    ))  # fmt: skip
+    line = together.row(together.TURNS, alone, both, turns, False)
+    # From 60 to 80: a does 50 of its 100 tokens per second, b 81.7 of its 200.
+    assert "0.91x   2.00 2.45   over 20 s; busy: cpu0 50%" in line
+    with pytest.raises(RuntimeError, match="give more --steps"):
+        together.window([ran((0.0, 0.0), (5.0, 1.0)), ran((6.0, 0.0), (9.0, 1.0))])
+
+
+def test_environments_of_jobs_together_end_responses() -> None:
+    env, task = together.Chatter(seed=1, grade_s=0.0), Task(id="1", prompt="?")
+    assert env.task(3) == env.task(3) != env.task(4)
+    turns, lengths = [Turn(text=str(n)) for n in range(together.PARTS)], Counter[int]()
+    for first in range(600):
+        mine = [Turn(text=f"{first} {turn.text}") for turn in turns]
+        lengths[next(n for n in range(1, len(mine) + 1) if env.feedback(task, mine[:n]).observation is None)] += 1
+    assert lengths[1] == pytest.approx(200, rel=0.3)
+    assert lengths[together.PARTS] > 10, "the tail is long"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_jobs_together_have_the_weights_that_they_have_alone(tmp_path: Path) -> None:
+    words = ["--jobs", "2", "--steps", "4", "--groups", "2", "--tokens", "24", "--turns-only"]
+    lines = together.measure(together.arguments(words), tmp_path)
+    assert lines[-1].startswith(together.TURNS)
+    assert lines[-1].endswith("weights equal")

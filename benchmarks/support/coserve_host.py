@@ -39,8 +39,6 @@ def emit(what: str, load: str, **values: float) -> None:
 
 
 def shape_of(name: str) -> dict[str, Any]:
-    if name == "1.7b":
-        return {**SHAPES["0.6b"], "hidden_size": 2048, "intermediate_size": 6144}
     return SHAPES[name]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from windfall.errors import WindfallError
 from windfall.jobs import settings, store
+from windfall.jobs.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, Store
 from windfall.jobs.turn_log import TurnLog
+from windfall.turns.client import KEY, SOCKET
 
 
 def a_store(folder: Path, *jobs: Job) -> Store:
@@ -127,3 +131,24 @@ def test_devices_of_trainers_come_first(tmp_path: Path) -> None:
     assert [place.name for place in trainers] == ["cpu2"]
     with pytest.raises(WindfallError, match="there is no device 'gpu9'"):
         settings.places(FleetSettings(devices="cpu", trainers=["gpu9"]))
+
+
+def test_socket_of_turns_is_in_the_folder_unless_its_path_is_too_long(tmp_path: Path) -> None:
+    async def main(folder: Path) -> str:
+        folder.mkdir()
+        settings = FleetSettings(devices="cpu")
+        async with DeviceHost(settings, folder / "fork_server.log", preload="windfall.run.preload") as host:
+            variables = host.admit("a", share=1.0, priority=0, deadline_s=0.0)
+            assert variables == host.admit("a", share=1.0, priority=0, deadline_s=0.0)
+            assert Path(variables[SOCKET]).is_socket()
+            host.forget("a")
+            assert host.admit("a", share=1.0, priority=0, deadline_s=0.0)[KEY] != variables[KEY]
+            host.expect("a", 5.0)
+            host.expect("unknown", 5.0)
+            assert set(host.times()) == {"cpu0", "cpu1"}
+        assert not Path(variables[SOCKET]).exists()
+        return variables[SOCKET]
+
+    with tempfile.TemporaryDirectory() as short:
+        assert asyncio.run(main(Path(short) / "f")) == f"{short}/f/turns.socket"
+        assert len(asyncio.run(main(Path(short) / ("x" * 100)))) < 100

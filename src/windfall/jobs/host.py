@@ -4,6 +4,7 @@ forked from. The service has one, and so has every machine that joins it (join.p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import tempfile
@@ -14,11 +15,12 @@ from typing import Any, Self
 from windfall.controller.cost import prices
 from windfall.devices import Place, cuda_device_name
 from windfall.jobs.bill import Times
+from windfall.jobs.mps import Mps
 from windfall.jobs.settings import FleetSettings, places
 from windfall.processes.fork_client import ForkClient
 from windfall.processes.process import Handle
 from windfall.turns.client import KEY, SOCKET
-from windfall.turns.server import TurnServer
+from windfall.turns.server import MAX_PATH_BYTES, TurnServer
 from windfall.types import Lease
 
 
@@ -39,22 +41,31 @@ class DeviceHost:
         self.life = secrets.token_hex(8)
         """Names this process in reports of device time."""
         self.forks = ForkClient(entry="windfall.run.cli:main", modules=[preload], log=log)
-        self._folder = tempfile.TemporaryDirectory(prefix="windfall-")
-        self._socket = Path(self._folder.name) / "turns"
+        self._socket = log.with_name("turns.socket")
+        self._stack = contextlib.AsyncExitStack()
         self._keys: dict[str, str] = {}
         self.turns = TurnServer(
             [place.name for place in self.places], on_event=on_event, log=on_turn,
             co_running=settings.co_running, slice_s=settings.slice_s,
+            state_bytes=int(settings.trainer_state_gb * 1e9),
         )  # fmt: skip
+        co_runs = settings.co_running and self.places[0].device == "cuda"
+        self._mps = Mps(log.with_name("mps.log"), os.environ) if co_runs else None
 
     async def __aenter__(self) -> Self:
-        await self.turns.start(self._socket)
+        async with contextlib.AsyncExitStack() as stack:
+            if len(os.fsencode(self._socket)) > MAX_PATH_BYTES:
+                self._socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windfall-"))) / "turns"
+            if self._mps is not None:
+                await stack.enter_async_context(self._mps)
+            await self.turns.start(self._socket)
+            stack.push_async_callback(self.turns.close)
+            stack.push_async_callback(self.forks.close)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.forks.close()
-        await self.turns.close()
-        self._folder.cleanup()
+        await self._stack.aclose()
 
     def admit(self, job: str, *, share: float, priority: int, deadline_s: float) -> dict[str, str]:
         """Let a job take turns. Returns the environment variables of its processes."""
@@ -62,7 +73,8 @@ class DeviceHost:
             self._keys[job] = secrets.token_urlsafe(24)
             deadline = deadline_s or None
             self.turns.register(self._keys[job], job, share=share, priority=priority, deadline=deadline)
-        return {SOCKET: str(self._socket), KEY: self._keys[job]}
+        shared = {} if self._mps is None else self._mps.environment
+        return {**shared, SOCKET: str(self._socket), KEY: self._keys[job]}
 
     def forget(self, job: str) -> None:
         if self._keys.pop(job, None):

@@ -46,12 +46,17 @@ class FleetSettings(Section):
     """Seconds that a rollout worker keeps a device while another job waits for it."""
     co_running: bool = False
     """Let two jobs compute on one GPU at the same time where measurements show that both together are faster."""
+    trainer_state_gb: float = Field(default=0.0, ge=0)
+    """Upper limit for the memory of all trainers' states on one GPU: those that do not fit wait in the memory of the
+    host until it is their turn. 0: they all fit."""
     limits: JobLimits = JobLimits()
 
     @model_validator(mode="after")
     def _finite(self) -> FleetSettings:
-        if not all(map(math.isfinite, (self.price_usd_per_h, self.slice_s, self.limits.memory_gb))):
-            raise ValueError("price_usd_per_h, slice_s and limits.memory_gb must be finite")
+        if not all(
+            map(math.isfinite, (self.price_usd_per_h, self.slice_s, self.trainer_state_gb, self.limits.memory_gb))
+        ):
+            raise ValueError("price_usd_per_h, slice_s, trainer_state_gb and limits.memory_gb must be finite")
         return self
 
 

@@ -53,6 +53,9 @@ def check_every_method(e: Engine, expected: dict[str, list[int]]) -> None:
     assert len(e) == 1
     e.add(third)
     chunks = e.step()
+    chunks += [c for launch in e.collect() for c in launch]
+    assert e.collect() == [], "the device has nothing to compute"
+    e.check()
     e.sleep()
     e.check()
     rest = drain(e)

@@ -23,7 +23,7 @@ from windfall.link.messages import Tokens, Work, columns
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.trainer.service import OwnEngine
 from windfall.turns.client import FREE
-from windfall.types import Sampling
+from windfall.types import Chunk, Sampling
 
 
 @pytest.fixture
@@ -138,6 +138,47 @@ def test_an_engine_that_waits_for_its_turn_takes_orders_and_is_not_stuck(server:
         a.host.add(work(1, 10))
         b.close()
         assert len(a.collect(1)[0]) == 10
+
+
+class Late(Hashing):
+    """Returns the tokens of a launch when the next one has begun, as an engine on a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__(Counter())
+        self.in_flight: list[list[Chunk]] = []
+
+    def __len__(self) -> int:
+        return super().__len__() + sum(chunk.finish is not None for chunks in self.in_flight for chunk in chunks)
+
+    def step(self) -> list[Chunk]:
+        if super().__len__():
+            self.in_flight.append(super().step())
+        return self.in_flight.pop(0) if len(self.in_flight) > 1 or not super().__len__() else []
+
+    def collect(self) -> list[list[Chunk]]:
+        launches, self.in_flight = self.in_flight, []
+        return launches
+
+
+def test_all_tokens_of_a_turn_are_sent_before_it_ends(server: Served) -> None:
+    b, engine = server.client("b"), Late()
+    with Generating(engine, server.client("a")) as a:
+        a.host.add(work(1, 10**6))
+        for _ in range(3):
+            a.frames.get(timeout=WAIT_S)
+            assert b.take(WAIT_S)
+            assert engine.in_flight == []
+            frames = [a.frames.get_nowait() for _ in range(a.frames.qsize())]
+            assert engine.made[0, frames[-1].positions[0]] == 1
+            assert (0, frames[-1].positions[0] + 1) not in engine.made, "a token was computed, but not sent"
+            made = sum(turn["work"] for turn in server.turns if turn["job"] == "a")
+            assert made == sum(engine.made.values())
+            b.give()
+        a.host.cancel([0])
+        a.host.add(work(1, 5))
+        a.tokens.clear()
+        until(lambda: len(engine) == 0, "the response to end")
+    b.close()
 
 
 def test_trainer_and_its_own_engine_beside_another_job(server: Served) -> None:

@@ -74,6 +74,11 @@ class Engine(Protocol):
         """Compute, and return new tokens, at most one chunk for every response. All chunks of one policy have the same
         version."""
 
+    def collect(self) -> list[list[Chunk]]:
+        """Wait for what the device still computes, and return the new tokens by launch. Nothing is launched until the
+        next `step`, so another process may use the device."""
+        return []
+
     @abstractmethod
     def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         """Use `weights` for this policy from now on (None: the engine has them already). Its running responses keep

@@ -73,8 +73,8 @@ class EngineThread:
         self._stepped_s = time.monotonic()
         """When the last step ended, or when the engine last got something to do."""
         self._turn = turn or client.of_environment("rollout")
-        self._in_turn = 0
-        """Tokens generated in the present turn."""
+        self._given = 0
+        """Tokens that were generated up to the end of the last turn."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._on_failure: Callable[[], None] = lambda: None
 
@@ -246,17 +246,19 @@ class EngineThread:
         if not self._turn.take(TURN_WAIT_S, len(self.engine)):
             self._stepped_s = time.monotonic()  # the time of other processes is no sign of a stall
             return 0.0
-        generated = self._generated
         self._stepped(self.engine.step())
-        self._in_turn += self._generated - generated
         waiting = self.waiting_for_trainer and self._turn is not FREE
         if waiting or self._turn.wanted:
             self._give_turn()
         return TURN_WAIT_S if waiting else 0.0
 
     def _give_turn(self) -> None:
-        self._turn.give(self._in_turn)
-        self._in_turn = 0
+        """The device has computed everything when the turn ends."""
+        if self._turn is not FREE:
+            for chunks in self.engine.collect():
+                self._stepped(chunks)
+            self._turn.give(self._generated - self._given)
+            self._given = self._generated
 
     def _stepped(self, chunks: list[Chunk]) -> None:
         self._stepped_s = time.monotonic()

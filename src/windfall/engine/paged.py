@@ -117,6 +117,12 @@ class PagedEngine(Engine):
         """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included. 0 rows: launch
         nothing, and return the tokens of the oldest launch in flight. `prefill`: whether prompts may be computed."""
 
+    def collect(self) -> list[list[Chunk]]:
+        launches: list[list[Chunk]] = []
+        while self.unread:
+            launches.append(self.step(most_rows=0))
+        return launches
+
     def _append(self, s: SequenceState, tokens: list[int], logprobs: list[float], versions: Mapping[str, int]) -> Chunk:
         """Add generated tokens to a sequence. The last one may end it."""
         request, position = s.request, s.request.position + s.generated

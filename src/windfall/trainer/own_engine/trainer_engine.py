@@ -152,6 +152,14 @@ class TrainerEngine(Engine):
         finally:
             self._turn.release()
 
+    def collect(self) -> list[list[Chunk]]:
+        if not self._turn.acquire_for_engine(WAIT_S):
+            return []
+        try:
+            return self._engine.collect()
+        finally:
+            self._turn.release()
+
     def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
         assert weights is None and not policy, "the engine uses the weights of the trainer"
         self.waiting = True

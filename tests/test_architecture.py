@@ -56,7 +56,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve", "jobs"},
+    {"page", "serve", "sft", "jobs"},
     {"sim"},
     {"plan"},
 ]

@@ -18,7 +18,7 @@ NEEDED_BY = {"sim": ("plan",)}
 RECIPES = {
     "sim": "[sim]\nsigma = 0.5", "plan": "[plan]\nname = 'x'", "providers.ray": "[fleet.ray]",
     "providers.kubernetes": "[fleet.kubernetes]", "providers.skypilot": "[fleet.skypilot]",
-    "providers.slurm": "[fleet.slurm]",
+    "providers.slurm": "[fleet.slurm]", "sft": "[sft]\nbatch = 4",
 }  # fmt: skip
 """For each part with a section, a recipe that has it."""
 SHORT = [

@@ -2,8 +2,8 @@
 
 A part is a package with a module `part` that holds one object, PART. Packages of others register such an object as an
 entry point of the group `windfall.parts`. A part may add commands, a section of the recipe, an observer of runs
-(controller/observer.py) or a source of workers (providers/base.py). `windfall --help` imports every `part` module, so
-its methods import the rest of the part only when they are called.
+(controller/observer.py), a loop of its own (controller/own_loop.py) or a source of workers (providers/base.py).
+`windfall --help` imports every `part` module, so its methods import the rest of the part only when they are called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 OWN = (
-    "page", "plan", "serve", "sim", "jobs",
+    "page", "plan", "serve", "sim", "jobs", "sft",
     "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
 )  # fmt: skip
 """The parts that come with windfall, in the order of their commands and sections."""

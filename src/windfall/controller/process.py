@@ -39,6 +39,7 @@ from windfall.controller.fleet_report import Ended
 from windfall.controller.gateway.agents import AgentService
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.observer import ObserverPart, RunObserver
+from windfall.controller.own_loop import LoopPart, OwnLoop
 from windfall.controller.rollout.stream import Rollout, Stopped
 from windfall.envs import held_out
 from windfall.envs.hosting import evaluation_data, recipe_host
@@ -55,6 +56,7 @@ from windfall.models.text import Text
 from windfall.recipe.changes import token_settings
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
+from windfall.training import CheckpointState
 
 TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
@@ -68,8 +70,8 @@ SNAPSHOT_TRIES = 10
 """Failed snapshots in a row that end the run, before the supervisor considers this process frozen."""
 
 
-def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
-    """`observing`: the parts that observe this run."""
+def main(folder: Path, observing: Sequence[ObserverPart] = (), looping: Sequence[LoopPart] = ()) -> int:
+    """`observing`: the parts that observe this run. `looping`: those that may have a loop for it."""
     recipe = load_recipe(folder / "recipe.toml")
     with folders.owned(folder, "controller", timeout_s=10.0), contextlib.ExitStack() as stack:
         resumed = (folder / "events.jsonl").is_file()
@@ -80,7 +82,9 @@ def main(folder: Path, observing: Sequence[ObserverPart] = ()) -> int:
                 stack.callback(sink.close)
             made = [part.observer(recipe, folder, events) for part in observing]
             observers = [observer for observer in made if observer is not None]
-            asyncio.run(errors.guard(ControllerProcess(recipe, folder, events, resumed, sinks, observers).run()))
+            loop = next((loop for part in looping if (loop := part.loop(recipe, folder)) is not None), None)
+            controller = ControllerProcess(recipe, folder, events, resumed, sinks, observers, loop)
+            asyncio.run(errors.guard(controller.run()))
         except WindfallError as e:
             return folders.fail(folder, "controller", e, 2)
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
@@ -103,13 +107,14 @@ def settings_digest(recipe: Recipe) -> str:
 class ControllerProcess:
     def __init__(
         self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool, sinks: Sequence[ThreadedSink] = (),
-        observers: Sequence[RunObserver] = (),
+        observers: Sequence[RunObserver] = (), own_loop: OwnLoop | None = None,
     ) -> None:  # fmt: skip
+        """`own_loop`: takes the place of the loop of reinforcement learning."""
         self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
         for sink in sinks:
             events.attach(sink)
         self.journal = Journal(folder / "journal", settings_digest(recipe))
-        self.observers = observers
+        self.observers, self.own_loop = observers, own_loop
         self.life = ControllerLife(
             recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]
         )
@@ -164,12 +169,16 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.bill(now))
 
     async def _run_steps(self) -> None:
+        own = self.own_loop
+        reached = await (self._rollout_steps() if own is None else own.run(self.life, self._text))
+        self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
+
+    async def _rollout_steps(self) -> CheckpointState:
         async with recipe_host(self.recipe, self.events.instant, self.folder) as env:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, env) as agents:
                 self.life.on_rollout = partial(self._prepare, agents)
-                reached = await self.life.steps(env, self._text, agents.counters)
-        self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
+                return await self.life.steps(env, self._text, agents.counters)
 
     async def _prepare(self, agents: AgentService, rollout: Rollout) -> None:
         for observer in self.observers:

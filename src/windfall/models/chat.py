@@ -95,6 +95,32 @@ class Chat:
             return ids[1:]
         return ids if not end and not self.stop.intersection(ids[:1]) and not self._starts_special(ids) else None
 
+    def turns(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None
+    ) -> list[tuple[tuple[int, ...], bool]]:
+        """A whole conversation in stretches of ids, up to the last turn of the assistant. True: such a turn as a policy
+        would sample it, with the token that ends it."""
+        normal, done, carried = [normalize(message) for message in messages], "", ()
+        eos = self.tokenizer.eos_token_id
+        last = () if eos is None else (eos,)  # some templates do not write the end of a turn, but a policy samples it
+        out: list[tuple[tuple[int, ...], bool]] = []
+        for n, message in enumerate(normal):
+            if message["role"] != "assistant":
+                continue
+            try:
+                before, through = self._render(normal[:n], tools, True), self._render(normal[: n + 1], tools)
+            except _FAILURES as e:
+                raise WindfallError(f"the chat template cannot render these messages: {e}", where="messages") from e
+            if not before.startswith(done) or not through.startswith(before):
+                what = "the chat template changes what precedes a turn of the assistant when messages follow"
+                raise WindfallError(what, where="messages", fix="Give each turn as a row with prompt and completion.")
+            ids, turn = (*carried, *self._encode(before[len(done) :])), self._encode(through[len(before) :])
+            end = next((i for i, id in enumerate(turn) if id in self.stop), None)
+            carried = () if end is None else turn[end + 1 :]
+            out += [(ids, False), ((*turn, *last) if end is None else turn[: end + 1], True)]
+            done = through
+        return out
+
     def _tail(
         self, before: list[dict[str, Any]], turn: dict[str, Any], after: list[dict[str, Any]], tools: Any
     ) -> str | None:

@@ -41,6 +41,21 @@ class Text:
         fix = "Set chat.template, or make every prompt text without env.system_prompt."
         raise WindfallError(f"a prompt is a list of messages, but {why}", where="env", fix=fix)
 
+    def turns(
+        self, prompt: Prompt, completion: str | None = None, tools: Sequence[Any] | None = None
+    ) -> list[tuple[tuple[int, ...], bool]]:
+        """A conversation with given completions, in stretches of ids; True: the ids of a completion, with the token
+        that ends its turn. Without `completion`, every turn of the assistant in `prompt` is one."""
+        if self._chat is None:
+            eos = self._tokenizer.eos_token_id
+            end = () if eos is None else (eos,)
+            return [(self.prompt(prompt), False), ((*self._encode(completion or ""), *end), True)]
+        messages = [_message("user", prompt)] if isinstance(prompt, str) else list(prompt)
+        if completion is None:
+            return self._chat.turns(messages, tools)
+        found = self._chat.turns([*messages, _message("assistant", completion)], tools)
+        return [(ids, trained and n == len(found) - 1) for n, (ids, trained) in enumerate(found)]
+
     def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
         """The ids after a turn: the environment's text and the start of the next turn. `ended`: the turn has its stop
         token; otherwise, the observation begins with it."""

@@ -63,6 +63,11 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "engine.kv_dtype": ("noted", "Log-probs before and after are rounded differently."),
     "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
     "eval.every": ("free", ""),
+    "sft": ("fixed", "Which rows a step trains on follows from these keys. To train longer, raise run.steps."),
+    "sft.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "sft.eval_path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "sft.eval_every": ("free", ""),
+    "sft.max_tokens": ("free", ""),
     "policies": (
         "fixed",
         "Names, models and what is trained belong to the run; keys of a policy follow their sections.",

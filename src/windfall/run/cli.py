@@ -275,13 +275,15 @@ def top(
 def _controller(run: Path) -> None:
     from windfall.controller import process as controller
     from windfall.controller.observer import ObserverPart
+    from windfall.controller.own_loop import LoopPart
     from windfall.envs.agents import isolation
     from windfall.processes import process
 
     process.tolerate_full_log()
     isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
     observing = [part for part in parts.found() if isinstance(part, ObserverPart)]
-    raise typer.Exit(controller.main(run, observing))
+    looping = [part for part in parts.found() if isinstance(part, LoopPart)]
+    raise typer.Exit(controller.main(run, observing, looping))
 
 
 @app.command(name="_trainer", hidden=True)

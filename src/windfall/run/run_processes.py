@@ -400,7 +400,7 @@ class RunProcesses:
             return  # truncated by a kill, or not written by windfall
         if event["name"] == "end":
             self.finished = bool(event.get("finished"))
-        if (event["kind"], event["name"]) == ("scalar", "step"):
+        if event["kind"] == "scalar" and event["name"] in ("step", "sft"):
             policy = event.get("policy", "")
             self._newest_steps[policy] = max(self._newest_steps.get(policy, 0), event.get("step", 0))
         self._on_event(event)

@@ -51,6 +51,11 @@ LINES = {
     "refused": "[yellow]refused[/] {peer}: {why}",
     "kv_dtype": "[yellow]the KV cache is in {kv_dtype} from now on[/], after step {step}: {why}",
     "journal_lost": "[yellow]journal lost[/]: {file}: {why} ({bytes:,} bytes); what was in them is generated again",
+    "sft_start": "[bold]fine-tuning[/] {model} ({dtype} on {device}) on {rows:,} rows of {file} with {targets:,} "
+    "tokens in completions, {steps} steps",
+    "sft": "step {step:>4}/{steps}  loss [bold]{loss:.4f}[/]  grad {grad_norm:.3f}  lr {lr:.2e}  "
+    "{tok_per_s:>7,.0f} tok/s  {s:5.1f} s",
+    "sft_eval": "eval after step {step}: loss {loss:.4f}",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }
 """What is shown for an event, by its name, from its fields. Other events are not shown."""

@@ -47,7 +47,17 @@ def summarize(events: list[Event]) -> list[Labeled]:
 
     named = [(p, _policy([e for e in own if e["name"] == "step"], usd_of.get(p))) for p, own in scalars.items() if p]
     learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness)]
-    return [*learned, *_fleet(events, steps), *_cost(costs, steps)]
+    return [*learned, *_supervised(events), *_fleet(events, steps), *_cost(costs, steps)]
+
+
+def _supervised(events: list[Event]) -> list[Labeled]:
+    """Losses of a supervised run; nothing for other runs."""
+    out: list[Labeled] = []
+    for name, label in (("sft", "training loss"), ("sft_eval", "evaluation loss")):
+        losses = [e["loss"] for e in events if e["name"] == name and e["loss"] is not None]
+        if losses:
+            out.append((label, f"{losses[0]:.4f} first, {losses[-1]:.4f} last   {spark(losses)}"))
+    return out
 
 
 def _policy(steps: list[Event], usd: float | None) -> str:

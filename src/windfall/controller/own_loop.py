@@ -1,0 +1,31 @@
+"""A loop of a part, which takes the place of the loop of reinforcement learning in the runs that it is for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from windfall.parts import ProgramPart
+
+if TYPE_CHECKING:
+    from windfall.controller.assembly import ControllerLife
+    from windfall.models.text import Text
+    from windfall.recipe.sections import Recipe
+    from windfall.training import CheckpointState
+
+
+class OwnLoop(Protocol):
+    async def run(self, life: ControllerLife, text: Callable[[str], Text]) -> CheckpointState:
+        """Make all steps that are left, or those until `life.stop` is set. Returns the state that was reached and
+        saved. `text` is called for a policy once its trainer has connected."""
+        ...
+
+
+class LoopPart(ProgramPart, ABC):
+    """A part with a loop."""
+
+    @abstractmethod
+    def loop(self, recipe: Recipe, folder: Path) -> OwnLoop | None:
+        """The loop of this run. None: the run is not for this part."""

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: `windfall sft` (docs/sft.md)."""

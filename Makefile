@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet lint check licenses dist test-dist format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,10 @@ lint: $(READY)-dev ## Lint, format, types
 	$(BIN)/pyright
 
 check: lint test ## Lint, format, types, tests
+
+lock: $(READY)-dev ## Write uv.lock again after a change of pyproject.toml
+	$(PIP) uv
+	$(BIN)/uv lock --default-index https://pypi.org/simple
 
 licenses: $(READY)-dev ## List the licenses of all dependencies in docs/licenses.md
 	$(BIN)/python scripts/licenses.py > licenses.new && mv licenses.new docs/licenses.md

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
+from licenses import canonical, extras, required
 
 ROOT = Path(__file__).parent.parent
 SHORT = [
@@ -41,6 +45,16 @@ def test_examples_writes_what_the_repository_has(windfall: Callable[..., tuple[i
 def test_missing_recipe_of_windfall_is_named(windfall: Callable[..., tuple[int, str, str]], name: str) -> None:
     code, _, err = windfall("train", name)
     assert (code, "`windfall examples .`" in err, "Then give recipes/demo.toml." in err) == (2, True, True)
+
+
+def test_lock_file_has_the_dependencies_of_the_project_and_public_addresses_only() -> None:
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    (own,) = (package for package in lock["package"] if package["name"] == "windfall")
+    named = {entry["name"] for entry in own["metadata"]["requires-dist"]}
+    expected = {canonical(name) for name in required()} | {name for names in extras().values() for name in names}
+    assert named - {"windfall"} == expected, "make lock"
+    hosts = {urlparse(address).hostname for address in re.findall(r'"(\w+://[^"]+)"', (ROOT / "uv.lock").read_text())}
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
 @pytest.mark.slow

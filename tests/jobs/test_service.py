@@ -142,8 +142,9 @@ def test_job_that_crashes_in_a_loop_fails_alone(tmp_path: Path, trained_alone: A
     """Its controller dies at every start; restarts back off, and then the job fails with the reason."""
     with JobService(tmp_path) as service:
         service.up()
-        (tmp_path / "sitecustomize.py").write_text(CRASHES)  # submitted from here, and found by its processes
-        service.submit("crashes", directory=str(tmp_path))
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad/sitecustomize.py").write_text(CRASHES)  # submitted from there, and found by its processes
+        service.submit("crashes", directory=str(tmp_path / "bad"))
         service.train("a", SEEDS["a"])
         assert service.until_ended() == {"crashes": "failed", "a": "done"}
         reason = service.jobs()["crashes"]["reason"]

@@ -110,6 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST_FIRST = (
     *FORKED_RANKS,  # one process runs all of them
     "run",
+    "jobs/test_service.py",
     "trainer/test_checkpoint.py",
     "runs/test_runs.py",
     "engine/test_contract.py",

@@ -17,6 +17,7 @@ from tests.support.job_service import RECIPE
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
 from windfall.jobs.client import JobsClient
+from windfall.jobs.join import JoinedMachine
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
 
@@ -146,3 +147,23 @@ def test_service_that_does_not_answer_is_named(tmp_path: Path) -> None:
         JobsClient("http://127.0.0.1:9", "0123456789abcdef").get("/jobs")
     with pytest.raises(WindfallError, match="no service has this folder"):
         JobsClient(str(tmp_path), None)
+
+
+def test_machine_with_a_wrong_token_does_not_join(tmp_path: Path) -> None:
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, "0123456789abcdef")
+        machine = JoinedMachine(client, "m", SETTINGS, tmp_path)
+        with pytest.raises(WindfallError, match="this token is not known"):
+            machine._report()
+        assert service.machines == {}
+
+    asked(tmp_path, ask)
+
+
+def test_job_that_waits_for_its_turn_says_so(tmp_path: Path) -> None:
+    service = Service(SETTINGS.model_copy(update={"folder": tmp_path}), lambda line: None)
+    free = {"job": "", "kind": "", "beside": "", "waiting": []}
+    service._turns = {
+        "devices": {"cpu0": {**free, "job": "a", "waiting": [{"job": "b"}]}, "cpu1": {**free, "job": "c"}}
+    }
+    assert [service._waits(name) for name in "abc"] == ["", "its turn on cpu0", ""]

@@ -16,6 +16,10 @@ TIMEOUT_S = 60.0
 """A submission reads the data files of its recipe."""
 
 
+class Refused(WindfallError):
+    """The service has answered, with an error."""
+
+
 class JobsClient:
     """`on`: the address of a service, or its folder on this machine. `token`: the token or its file; None: the one in
     that folder, or in the folder "fleet" here."""
@@ -57,6 +61,6 @@ class JobsClient:
 def _refusal(error: urllib.error.HTTPError, url: str) -> WindfallError:
     try:
         said = json.load(error)["error"]
-        return WindfallError(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
+        return Refused(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
     except (OSError, ValueError, LookupError, TypeError):
-        return WindfallError(f"the service answered with status {error.code}", where=url)
+        return Refused(f"the service answered with status {error.code}", where=url)

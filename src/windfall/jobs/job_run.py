@@ -16,6 +16,7 @@ from typing import Any
 
 from windfall import errors
 from windfall import run_folder as folders
+from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError
 from windfall.events import log
 from windfall.jobs import host as hosts
@@ -47,6 +48,8 @@ def fitted(recipe: Recipe, settings: FleetSettings, host: DeviceHost) -> Recipe:
     }  # fmt: skip
     if run["device"] == "cpu":
         fleet["worker_threads"] = run["threads"] = 1
+    else:
+        fleet["worker_memory"] = recipe.fleet.worker_memory or KV_SHARE / settings.jobs_at_once
     return recipe.model_copy(
         update={"fleet": recipe.fleet.model_copy(update=fleet), "run": recipe.run.model_copy(update=run)}
     )

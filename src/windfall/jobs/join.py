@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from windfall import errors
 from windfall.errors import WindfallError
 from windfall.jobs import host as hosts
-from windfall.jobs.client import JobsClient
+from windfall.jobs.client import JobsClient, Refused
 from windfall.jobs.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.link import network
@@ -59,15 +59,15 @@ class JoinedMachine:
     async def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        answered_s = time.monotonic()
+        answered_s, accepted = time.monotonic(), False
         async with self._host:
             try:
                 while not self._stop.is_set():
                     try:
                         self._follow(await asyncio.to_thread(self._report))
-                        answered_s = time.monotonic()
+                        answered_s, accepted = time.monotonic(), True
                     except WindfallError as e:
-                        if time.monotonic() - answered_s > GONE_S or (not self._workers and "token" in e.what):
+                        if time.monotonic() - answered_s > GONE_S or (isinstance(e, Refused) and not accepted):
                             raise
                         print(f"{e.what}; trying again", flush=True)
                     with contextlib.suppress(TimeoutError):

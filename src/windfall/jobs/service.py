@@ -69,6 +69,8 @@ class Service:
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adding = asyncio.Lock()
+        self._turns = self.host.turns.snapshot()
+        """Who has a device now, and who waits for it."""
         self._tokens: dict[str, str] = {}
         self._usd: dict[str, float] = {}
         self._written = True
@@ -281,8 +283,8 @@ class Service:
         waiting_for = ""
         if job.state == "queued":
             waiting_for = f"one of {self.settings.jobs_at_once} places"
-        elif run is not None and run.progress.step == 0:
-            waiting_for = "its first step"
+        elif run is not None:
+            waiting_for = self._waits(job.name) or ("" if run.progress.step else "its first step")
         return {
             "state": job.state, "share": job.share, "priority": job.priority, "step": job.step, "steps": job.steps,
             "usd": self.spent(job.name), "max_usd": job.max_usd, "deadline": job.deadline_s,
@@ -291,8 +293,17 @@ class Service:
             "started_s": job.started_s, "ended_s": job.ended_s, "folder": str(self.store.path(job.name)),
         }  # fmt: skip
 
+    def _waits(self, name: str) -> str:
+        """Which devices a job waits for, if it has none at the moment."""
+        devices = self._turns["devices"].items()
+        if any(name in (device["job"], device["beside"]) for _, device in devices):
+            return ""
+        waits = [each for each, device in devices if any(waiting["job"] == name for waiting in device["waiting"])]
+        return f"its turn on {', '.join(waits)}" if waits else ""
+
     def snapshot(self) -> dict[str, Any]:
-        used, now_held = self.bill.devices(), self.host.turns.snapshot()["devices"]
+        self._turns = self.host.turns.snapshot()
+        used, now_held = self.bill.devices(), self._turns["devices"]
         devices: dict[str, Any] = {}
         for name, jobs in used.items():
             held = now_held.get(name, {"job": "", "kind": "", "beside": ""})

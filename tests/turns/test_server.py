@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -442,3 +443,33 @@ time.sleep(600)
             assert process.wait(WAIT_S) == -signal.SIGKILL
             process.communicate()
             until(lambda: [event for event, _ in server.events] == ["hung"], "the event")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_clients_do_a_device_never_has_two_holders_and_never_stands_still(server: Served, seed: int) -> None:
+    random = Random(seed)
+    clients = [server.client(job, kind) for job in "abc" for kind in ("rollout", "train")]
+    asked = set[SharedDevice]()
+    with closed(*clients):
+        for _ in range(120):
+            client, action = random.choice(clients), random.choice(["take", "take", "give", "close", "update"])
+            if action == "take":
+                client.take(0.002, rows=random.randrange(100))
+                asked.add(client)
+            elif action == "update":
+                terms = {"share": random.uniform(0.1, 5.0), "priority": random.randrange(2)}
+                server.call(server.server.update, random.choice("abc"), **terms)
+            else:
+                client.give(random.uniform(0, 10)) if action == "give" else client.close()
+                asked.discard(client)
+            has = [each for each in asked if each.take(0.0)]
+            assert len(has) <= 1
+            if asked:
+                until(lambda: any(each.take(0.0) for each in asked), "one of those that wait to have the turn")
+        while asked:  # each has the turn in the end, whatever its priority
+            holder = until(lambda: next((each for each in asked if each.take(0.0)), None), "the next turn")
+            holder.give()
+            asked.discard(holder)
+        charged = server.call(server.server.charged)
+    assert sum(charged["gpu"].values()) == sum(charged["gpu2"].values())
+    until(lambda: not server.holder(), "the last turn to end")

@@ -200,17 +200,23 @@ def test_machine_that_joins_works_for_the_jobs_and_is_billed(tmp_path: Path, tra
         machine = service.join("m")
         try:
             service.until(lambda: service.client().get("/jobs")["bill"]["machines"] == ["m"], "sees the machine")
+            service.train("long", "run.steps=100000")
+
+            def works() -> bool:
+                return service.client().get("/jobs")["devices"]["m/cpu0"]["used_s"].get("long", 0.0) > 0
+
+            service.until(works, "uses the machine")
             service.train("a", SEEDS["a"], "run.steps=4")
-            assert service.until_ended() == {"a": "done"}
+            assert service.until_ended("a")["a"] == "done"
+            service.command("stop", "long")
+            assert service.until_ended()["long"] == "stopped"
             machine.send_signal(signal.SIGINT)
             assert machine.wait(60) == 0, (tmp_path / "m.log").read_text()
         finally:
             machine.kill()
-        events = (service.folder / "jobs/a/events.jsonl").read_text()
-        assert '"m-w1.1' in events, (tmp_path / "m.log").read_text()
+        assert '"m-w1.1' in (service.folder / "jobs/long/events.jsonl").read_text()
         found = service.client().get("/jobs")
         device = found["devices"]["m/cpu0"]
-        assert device["used_s"]["a"] > 0
         here = sum(d["idle_s"] + sum(d["used_s"].values()) for n, d in found["devices"].items() if n != "m/cpu0")
         there = device["idle_s"] + sum(device["used_s"].values())
         assert found["bill"]["usd"] == pytest.approx((here * 3.6 + there * 7.2) / 3600, rel=1e-6)

@@ -4,6 +4,7 @@ forked from. The service has one, and so has every machine that joins it (join.p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 from windfall.controller.cost import prices
 from windfall.devices import Place, cuda_device_name
+from windfall.errors import WindfallError
 from windfall.jobs.bill import Times
 from windfall.jobs.mps import Mps
 from windfall.jobs.settings import FleetSettings, places
@@ -61,11 +63,18 @@ class DeviceHost:
             await self.turns.start(self._socket)
             stack.push_async_callback(self.turns.close)
             stack.push_async_callback(self.forks.close)
+            warming = asyncio.create_task(self._warm())
+            stack.callback(warming.cancel)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _warm(self) -> None:
+        """Import torch before the first job needs it."""
+        with contextlib.suppress(WindfallError, OSError):  # the first job reports it
+            await self.forks.ready()
 
     def admit(self, job: str, *, share: float, priority: int, deadline_s: float) -> dict[str, str]:
         """Let a job take turns. Returns the environment variables of its processes."""

@@ -17,7 +17,6 @@ Every second it starts jobs from the queue, ends those beyond their limits or th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import time
@@ -81,7 +80,6 @@ class Service:
             if job.state == "running":  # when the service before this one was killed
                 self._set(job, job.ending or "queued")
         async with self.host:
-            warm = asyncio.create_task(self._warm())
             guard = asyncio.create_task(self._keep_limits())
             try:
                 while not (self.stopping and not self._tasks):
@@ -90,9 +88,9 @@ class Service:
             finally:
                 for run in self.running.values():
                     run.kill()
-                for task in (warm, guard, *self._tasks.values()):
+                for task in (guard, *self._tasks.values()):
                     task.cancel()
-                await asyncio.gather(warm, guard, *self._tasks.values(), return_exceptions=True)
+                await asyncio.gather(guard, *self._tasks.values(), return_exceptions=True)
                 self._look()
                 self.turn_log.close()
 
@@ -254,11 +252,6 @@ class Service:
             job.ended_s = time.time()
         self.store.save(job)
         self._say(f"{job.name}: {state}{f' ({reason})' if reason else ''}")
-
-    async def _warm(self) -> None:
-        """Import torch before the first job needs it."""
-        with contextlib.suppress(WindfallError, OSError):  # the first job reports it
-            await self.host.forks.ready()
 
     async def _keep_limits(self) -> None:
         most = limits.most_bytes(self.settings.limits, self.settings.jobs_at_once)

@@ -62,6 +62,7 @@ lock: $(READY)-dev ## Write uv.lock again after a change of pyproject.toml
 	$(BIN)/uv lock --default-index https://pypi.org/simple
 
 licenses: $(READY)-dev ## List the licenses of all dependencies in docs/licenses.md
+	$(PIP) 'pip>=25'
 	$(BIN)/python scripts/licenses.py > licenses.new && mv licenses.new docs/licenses.md
 
 dist: $(READY)-dev ## Build dist/windfall-*.whl and .tar.gz, and check them

@@ -50,6 +50,7 @@ from benchmarks.support.gpu_job import SHAPES
 from benchmarks.train.two_policies import write_model
 from windfall.events import log as events
 from windfall.jobs.client import JobsClient
+from windfall.turns.sharing import SLICE_S
 from windfall.types import Feedback, Task, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -353,7 +354,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=0, help="upper limit per response. Default: 96, on a GPU 1024")
     p.add_argument("--grade-s", type=float, default=0.0, help="seconds that grading one response takes, without a GPU")
     p.add_argument("--graders", type=int, default=32, help="processes that grade, for each job, with --grade-s")
-    p.add_argument("--slice-s", type=float, default=0.25, help="slice_s of the fleet")
+    p.add_argument("--slice-s", type=float, default=SLICE_S, help="slice_s of the fleet")
     p.add_argument("--co-running", action="store_true", help="also with co_running = true")
     p.add_argument("--turns-only", action="store_true", help="without the way in which jobs take no turns")
     p.add_argument("--timeout-s", type=float, default=300.0, help="for each thing that is waited for")

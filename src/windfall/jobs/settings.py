@@ -13,6 +13,7 @@ from windfall import devices
 from windfall.devices import Place
 from windfall.errors import WindfallError, nearest
 from windfall.recipe.section_base import Count, FilePath, Section
+from windfall.turns.sharing import SLICE_S
 
 
 class JobLimits(Section):
@@ -42,7 +43,7 @@ class FleetSettings(Section):
     """Upper limit for the jobs that run at the same time; the others wait in the queue."""
     price_usd_per_h: float = Field(default=0.0, ge=0)
     """Price of each device of this machine in $ per hour. 0: that of the built-in table; a CPU costs nothing."""
-    slice_s: float = Field(default=0.25, gt=0)
+    slice_s: float = Field(default=SLICE_S, gt=0)
     """Seconds that a rollout worker keeps a device while another job waits for it."""
     co_running: bool = False
     """Let two jobs compute on one GPU at the same time where measurements show that both together are faster."""

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["rollout", "train"]
-SLICE_S = 0.25
+SLICE_S = 5.0
+"""About as long as a short rollout, so that one job generates while another trains. With much shorter turns jobs end
+their batches together, and then all wait for their trainers (docs/sim.md has the figures)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,30 @@ def test_all_descendants_count_and_are_killed(controller: int) -> None:
     assert all(state(pid) in ("", "Z") for pid in below)
 
 
+def test_nothing_is_left_of_a_tree_that_grows_while_it_is_killed() -> None:
+    grows = """
+import subprocess, sys, time
+level = int(sys.argv[2])
+if level:
+    subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1], sys.argv[1], str(level - 1)], start_new_session=True)
+for _ in range(50):
+    print(subprocess.Popen(["sleep", "20"], start_new_session=True, stdout=subprocess.DEVNULL).pid, flush=True)
+    time.sleep(0.02)
+time.sleep(20)
+"""
+    command = [sys.executable, "-S", "-c", grows, grows, "2"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    try:
+        usage_when(process.pid, Usage(processes=30))
+        limits.kill_tree(process.pid)
+    finally:
+        process.kill()
+        printed, _ = process.communicate(timeout=30)  # ends when the last process of the tree has ended
+    started = [int(pid) for pid in printed.split()]
+    assert len(started) >= 28
+    assert [pid for pid in started if state(pid) not in ("", "Z")] == []
+
+
 def test_limits() -> None:
     of_fleet = JobLimits(memory_gb=2.0, processes=10)
     most = limits.most_bytes(of_fleet, 4)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from windfall.jobs.settings import JobLimits
-from windfall.processes import reaper
+from windfall.processes import process, reaper
 
 OOM_SCORE = 500
 """Added to the score by which the kernel chooses a process to kill; 1000 makes it the first."""
@@ -66,8 +67,22 @@ def exceeded(used: Usage, limits: JobLimits, most: int) -> str:
 
 
 def kill_tree(controller: int) -> None:
-    """Kill all descendants of a controller, also those that are started meanwhile; then the controller. Takes up to
+    """Kill all descendants of a controller, which is stopped and may be killed then. They are stopped first: a process
+    that is started while its parent and the reapers above it are being killed belongs to no tree any more. Takes up to
     KILL_S."""
-    deadline = time.monotonic() + KILL_S
-    while time.monotonic() < deadline and reaper.kill_descendants(controller):
+    deadline, stopped = time.monotonic() + KILL_S, set[int]()
+    while time.monotonic() < deadline and (new := {controller, *reaper.descendants(controller)} - stopped):
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    while time.monotonic() < deadline and any(not _has_ended(pid) for pid in reaper.kill_descendants(controller)):
         time.sleep(0.01)
+
+
+def _has_ended(pid: int) -> bool:
+    """Also if its parent, which may be stopped, has not waited for it yet."""
+    try:
+        return process.state(pid)[0] == "Z"
+    except OSError:
+        return True

@@ -34,7 +34,7 @@ REFUSAL_S = 0.5
 """Seconds until a request with a wrong token is answered."""
 MAX_BODY_BYTES = 4 << 20
 FLEET = ""
-"""Whom the fleet's token belongs to, where the name of a job stands for a job's."""
+"""The owner of the fleet's token. The owner of a job's token is the name of the job."""
 
 
 class Submit(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -86,10 +86,17 @@ class JoinedMachine:
     def _follow(self, jobs: list[dict[str, Any]]) -> None:
         """Start workers for the jobs that run, and end those of the others."""
         now = {f"{job['name']} {job['url']}": job for job in jobs}
+        for key, task in list(self._workers.items()):
+            if task.done():
+                del self._workers[key]
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    print(f"workers of {key} cannot run: {error}; trying again", flush=True)
+            elif key not in now:
+                task.cancel()  # it stays here until its workers have ended: the next one of this job comes after that
+        busy = {key.partition(" ")[0] for key in self._workers}
         for key in now.keys() - self._workers.keys():
-            self._workers[key] = asyncio.create_task(self._work_for(now[key]), name=f"workers of {key}")
-        for key in [key for key in self._workers if key not in now]:
-            self._workers.pop(key).cancel()
+            if now[key]["name"] not in busy:
+                self._workers[key] = asyncio.create_task(self._work_for(now[key]), name=f"workers of {key}")
 
     async def _work_for(self, job: dict[str, Any]) -> None:
         name = job["name"]

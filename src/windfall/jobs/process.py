@@ -60,7 +60,7 @@ async def _run(settings: FleetSettings) -> None:
 
 
 async def _open(api: apis.Api, settings: FleetSettings) -> tuple[web.AppRunner, int]:
-    """On the port of the last time, if any will do."""
+    """Open the port; with port = 0, try the one of the last time first."""
     before = (folders.read_json(settings.folder / "address.json") or {}).get("port", 0)
     if settings.port == 0 and isinstance(before, int) and before:
         with contextlib.suppress(WindfallError):  # another process uses it now

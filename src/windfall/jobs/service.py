@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
+import math
 import time
 import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall import run_folder as folders
-from windfall.errors import WindfallError, unwritable
+from windfall.errors import WindfallError, report_failure, unwritable
 from windfall.jobs import job_run, limits, store
 from windfall.jobs.bill import IDLE, Bill, Times
 from windfall.jobs.host import DeviceHost
@@ -81,13 +81,13 @@ class Service:
                 self._set(job, job.ending or "queued")
         async with self.host:
             guard = asyncio.create_task(self._keep_limits())
+            guard.add_done_callback(report_failure)
             try:
                 while not (self.stopping and not self._tasks):
                     self._look()
                     await asyncio.sleep(EVERY_S if not self.stopping else 0.05)
             finally:
-                for run in self.running.values():
-                    run.kill()
+                self.kill()
                 for task in (guard, *self._tasks.values()):
                     task.cancel()
                 await asyncio.gather(guard, *self._tasks.values(), return_exceptions=True)
@@ -119,17 +119,17 @@ class Service:
             own = [f"run.name={json.dumps(name)}", f"run.folder={json.dumps(str(self.store.folder))}"]
             parsed = parse_recipe(data, where="the recipe", overrides=own)
             parsed = job_run.fitted(parsed, self.settings, self.host)
-            await asyncio.to_thread(shutil.rmtree, self.store.path(name), ignore_errors=True)  # left by a kill
-            folder = await asyncio.to_thread(start.new_folder, parsed)
+            self.store.begin(name)
             job = Job(
                 name=name, number=self.store.next_number(), share=share, priority=priority, max_usd=max_usd,
                 deadline_s=deadline_s, directory=directory, submitted_s=time.time(), steps=parsed.run.steps,
             )  # fmt: skip
             try:
+                folder = await asyncio.to_thread(start.new_folder, parsed)
                 auth.make_token(folder / "token")
                 self.store.add(job)
-            except WindfallError:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            except BaseException:  # raised again: nothing of it may be left
+                await asyncio.to_thread(self.store.abandon, name)
                 raise
         self._say(f"{name}: submitted")
         self._look()
@@ -147,17 +147,21 @@ class Service:
         job = self.store.get(name)
         if job.state == "done":
             raise WindfallError(f"job {name!r} is done", where="resume", fix="Submit a new one with more run.steps.")
-        if max_usd is not None:
-            job.max_usd = max_usd
-        if job.max_usd and self.spent(name) >= job.max_usd:
-            what = f"job {name!r} has spent ${self.spent(name):.4f} of ${job.max_usd:g}"
+        limit = job.max_usd if max_usd is None else max_usd
+        if not 0 <= limit < math.inf:
+            raise WindfallError(f"{limit} is no limit", where="--max-usd", fix="Give dollars, or 0 for no limit.")
+        if limit and self.spent(name) >= limit:
+            what = f"job {name!r} has spent ${self.spent(name):.4f} of ${limit:g}"
             raise WindfallError(
                 what, where="resume", fix=f"Give it more: windfall resume {name} --max-usd ... --on URL"
             )
         if job.state == "running" and job.ending:
             what = f"job {name!r} is still stopping"
             raise WindfallError(what, where="resume", fix="Wait until `windfall jobs` shows that it has stopped.")
-        if job.state != "running":
+        job.max_usd = limit
+        if job.state == "running":
+            self.store.save(job)
+        else:
             self._set(job, "queued")
         self._look()
         return job
@@ -260,9 +264,12 @@ class Service:
             for run in list(self.running.values()):
                 if (pid := run.controller) is None:
                     continue
-                used = await asyncio.to_thread(limits.usage, pid)
-                if why := limits.exceeded(used, self.settings.limits, most):
-                    await run.fail(why)
+                try:
+                    used = await asyncio.to_thread(limits.usage, pid)
+                    if why := limits.exceeded(used, self.settings.limits, most):
+                        await run.fail(why)
+                except (OSError, RuntimeError) as e:  # no more threads or files, perhaps because of this job
+                    self._say(f"{run.job.name}: its limits cannot be checked now: {e}")
 
     def _on_turn_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "hung":

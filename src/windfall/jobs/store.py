@@ -61,6 +61,11 @@ class Job(msgspec.Struct, kw_only=True):
         return self.state in ("queued", "running")
 
 
+BEGUN = ".begun-"
+"""Name of the file that marks a job's folder as unfinished, before the name of the job. Only such folders are removed:
+others may be somebody's own."""
+
+
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "jobs"
@@ -70,10 +75,10 @@ class Store:
 
     def load(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        for marker in self.folder.glob(f"{BEGUN}*"):  # a kill interrupted the submission
+            self.abandon(marker.name.removeprefix(BEGUN))
         for path in sorted(self.folder.iterdir()):
             if not (path / "job.json").is_file():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
                 continue
             try:
                 job = msgspec.json.decode((path / "job.json").read_bytes(), type=Job)
@@ -97,13 +102,34 @@ class Store:
             fix = f"Choose another --name, or continue it: windfall resume {name} --on URL"
             raise WindfallError(f"there is a job {name!r} already ({self.jobs[name].state})", where="--name", fix=fix)
 
+    def begin(self, name: str) -> None:
+        """A folder for a new job of this name is about to be created. Until `add`, it counts as unfinished."""
+        self.check_name(name)
+        if self.path(name).exists():
+            fix = "Choose another --name, or remove it."
+            raise WindfallError("there is something that is no job", where=str(self.path(name)), fix=fix)
+        try:
+            self._marker(name).touch()
+        except OSError as e:
+            raise unwritable("the job", self.folder, e, "Free disk space, then submit it again.") from e
+
     def add(self, job: Job) -> None:
         """The folder of the job is complete. Raises WindfallError if it cannot be recorded."""
         try:
             self._write(job)
+            self._marker(job.name).unlink(missing_ok=True)
         except OSError as e:
             raise unwritable("the job", self.path(job.name), e, "Free disk space, then submit it again.") from e
         self.jobs[job.name] = job
+
+    def abandon(self, name: str) -> None:
+        """Remove what was created since `begin`, unless the job was added."""
+        if not (self.path(name) / "job.json").is_file():
+            shutil.rmtree(self.path(name), ignore_errors=True)
+        self._marker(name).unlink(missing_ok=True)
+
+    def _marker(self, name: str) -> Path:
+        return self.folder / f"{BEGUN}{name}"
 
     def save(self, job: Job) -> None:
         """Write a change of a job. If that fails, the change holds in memory and `retry` writes it later."""
@@ -138,6 +164,11 @@ def write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

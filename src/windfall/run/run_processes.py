@@ -47,6 +47,8 @@ from windfall.types import Lease
 
 BETWEEN_VERSIONS = 4
 """Exit status of a trainer that lost its controller between two updates: its weights belong to no version."""
+READ_BYTES = 1 << 24
+"""Upper limit for one read of the event log, and for one of its lines."""
 LOGS_KEPT = 50
 """Log files of ended workers to keep."""
 
@@ -387,9 +389,10 @@ class RunProcesses:
             data = b""
             with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or a temporary problem
                 file.seek(offset)
-                data = file.read()
+                data = file.read(READ_BYTES)
             offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
+            rest = rest if len(rest) < READ_BYTES else b""  # no line of windfall's is so long
             for line in lines:
                 self._handle_line(line)
             await asyncio.sleep(0.1)
@@ -401,8 +404,9 @@ class RunProcesses:
         if event["name"] == "end":
             self.finished = bool(event.get("finished"))
         if event["kind"] == "scalar" and event["name"] in ("step", "sft"):
-            policy = event.get("policy", "")
-            self._newest_steps[policy] = max(self._newest_steps.get(policy, 0), event.get("step", 0))
+            policy, step = str(event.get("policy", "")), event.get("step", 0)
+            if isinstance(step, int):
+                self._newest_steps[policy] = max(self._newest_steps.get(policy, 0), step)
         self._on_event(event)
 
 

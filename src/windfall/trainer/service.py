@@ -205,6 +205,7 @@ class TrainerService:
         with own or contextlib.nullcontext(self.threads) as threads:
             self._threads = threads
             self._manifest = await self.run_in_thread(self.publish, self.state.step, NO_WISHES)
+            last_link_s = time.monotonic()  # it may have waited for its turn of the device
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
                 earlier, unwelcome = unwelcome, 0
@@ -238,8 +239,10 @@ class TrainerService:
                 self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
                 if refusals >= MAX_REFUSALS:
                     return 2
+                before_s = time.monotonic()
                 if self.trainer is not None:
                     await self.run_in_thread(self.trainer.zero_grad)
+                last_link_s += time.monotonic() - before_s  # the wait for its turn is none for a controller
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")

@@ -51,7 +51,7 @@ class DeviceAccounts:
         return accounts
 
     def _settle(self, device: str, now_ns: int) -> None:
-        if device not in self._since_ns:  # it was there in an earlier life
+        if device not in self._since_ns:  # it was there before the restart
             return
         passed_ns = max(0, now_ns - self._since_ns[device])
         self._since_ns[device] += passed_ns

@@ -118,6 +118,8 @@ class SharedDevice:
         self.device = device
         self._state = state
         self._state_lock = threading.Lock()
+        self._uses_state = False
+        """Whether this process has the lock, and is awake."""
         self._path = path
         self._hello = {"hello": key, "kind": kind, "device": device}
         self._changed = threading.Condition()
@@ -140,11 +142,16 @@ class SharedDevice:
                 self._reader = threading.Thread(target=self._read, name=f"turn of {self.device}", daemon=True)
                 self._reader.start()
             has = self._changed.wait_for(lambda: self._has, wait_s)
-        if has and self._state is not None:
+        if has and self._state is not None and not self._uses_state:
+            self._state_lock.acquire()  # until `give`: a server that was restarted may ask a state in use to sleep
+            self._uses_state = True
             self._state.wake()
         return has
 
     def give(self, work: float = 0.0) -> None:
+        if self._uses_state:
+            self._uses_state = False
+            self._state_lock.release()
         with self._changed:
             if self._asked:
                 self._send({"give": self._number, "work": work})
@@ -191,7 +198,7 @@ class SharedDevice:
                             self._heard(json.loads(line))
                             failures = 0
                     raise ConnectionError("the server has closed the connection")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            except Exception as e:  # fault boundary: whatever a server sends, this thread connects again
                 with self._changed:
                     self._socket, self._has, self._wanted = None, False, False
                     if self._changed.wait_for(lambda: self._closed, backoff.delay_s(

@@ -71,7 +71,7 @@ class CoRunning:
     def relative_speed(self, side: Side, beside: Side) -> float | None:
         """The rate of a side beside another one, as a part of its rate alone. None: not measured yet."""
         alone, together = self._alone.get(side), self._beside.get((side, beside))
-        return together.per_s / alone.per_s if alone and together else None
+        return together.per_s / alone.per_s if together and alone and alone.per_s else None
 
     def may_co_run(self, a: Side, b: Side, fair: float, now_s: float) -> bool:
         """Whether these two may have the device at the same time now. `fair`: the part of the device's time that `a`

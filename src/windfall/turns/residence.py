@@ -4,7 +4,7 @@
 
 Rules:
 - the states that are awake on a device, and those on their way, fit into its limit; one alone is always allowed;
-- who used its state least recently sleeps first;
+- the trainer that used its state least recently sleeps first;
 - a switch must pay: a trainer whose state had to be fetched keeps its place until it has worked WORTH times as long as
   the switch took, or has asked for nothing for as long as a switch takes. So trainers that take turns after every small
   piece of work do not spend their time on switching.

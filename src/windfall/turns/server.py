@@ -252,8 +252,8 @@ class TurnServer:
             peer = await self._greet(reader, writer)
             while peer is not None and (line := await reader.readline()):
                 self._hear(peer, json.loads(line))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass  # a bad line, or a connection that has ended: the same end for both
+        except Exception:  # fault boundary: a bad line and a connection that has ended have the same end
+            pass
         except asyncio.CancelledError:
             pass  # the server closes
         finally:
@@ -418,7 +418,8 @@ class TurnServer:
         """When the process counts as hung if it still has the turn, or still does not sleep."""
         if peer.sleeps_since_ns:
             return peer.sleeps_since_ns + self._limit_s * 1e9
-        if not peer.has_turn or not waiting or (peer.kind == "rollout" and not peer.asked_ns):
+        others = any(other.job != peer.job for other in waiting)
+        if not peer.has_turn or not others or (peer.kind == "rollout" and not peer.asked_ns):
             return math.inf
         same = (p for p in self._peers if (p.pid, p.job, p.kind) == (peer.pid, peer.job, peer.kind))
         if any(p.side is not None and not p.has_turn for p in same):  # it waits for another of its devices

@@ -113,8 +113,8 @@ class Sharing:
         return min(waiting, key=lambda turn: self._order(turn, now_s), default=None)
 
     def yields_in_s(self, held: Turn, waiting: Iterable[Turn], now_s: float) -> float:
-        """After how many seconds the process with this turn should give it to one of those that wait. Infinite: not
-        as far as is known now, or never."""
+        """After how many seconds the process with this turn should give it to one of those that wait. Infinite
+        if none of them should have it now."""
         first = self.next(waiting, now_s)
         if held.kind == "train" or first is None:
             return math.inf

@@ -36,10 +36,17 @@ def test_jobs_are_read_back(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_left_of_a_submission_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "jobs/half").mkdir(parents=True)
-    (tmp_path / "jobs/half/recipe.toml").touch()
-    assert a_store(tmp_path).jobs == {}
-    assert not (tmp_path / "jobs/half").exists()
+    found = a_store(tmp_path)
+    found.begin("half")
+    for folder in ("half", "somebody's own"):
+        (tmp_path / "jobs" / folder).mkdir()
+        (tmp_path / "jobs" / folder / "recipe.toml").touch()
+    with pytest.raises(WindfallError, match="is no job"):
+        found.begin("half")
+    again = a_store(tmp_path)
+    assert again.jobs == {}
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["somebody's own"]
+    again.begin("half")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"name": "a"}', b'{"name": "a", "number": 1, "state": "new"}', b"\xff"])

@@ -272,7 +272,7 @@ def test_engine_is_built_again_when_the_run_leaves_fp8(monkeypatch: pytest.Monke
     model = SimpleNamespace(merged=lambda: None, model=None)
     part: Any = SimpleNamespace(
         ranks=ranks, place=RankPlace(), recipe=Recipe(), policies={"": SimpleNamespace(weights=model)},
-        orders=SimpleNamespace(call=lambda f, *a: f(*a)),
+        orders=SimpleNamespace(call=lambda f, *a: f(*a)), state=None,
     )  # fmt: skip
     local = LocalWorker(part)
     part.build_engine = local.build

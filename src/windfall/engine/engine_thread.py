@@ -229,6 +229,7 @@ class EngineThread:
             self.failed = e
             self._on_failure()
         finally:
+            self._turn.give(self._generated - self._given)
             self._turn.close()
 
     def _next_order(self, idle: bool, wait_s: float) -> Callable[[], None] | None:

@@ -102,7 +102,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "controller/cost/bill.py",
     "controller/cost/accounts.py",
     "controller/cost/activity.py",
-    "jobs/device_history.py",
+    "jobs/views/device_history.py",
     "page/history.py",
     "page/policy_series.py",
     "page/timeline.py",

@@ -173,7 +173,7 @@ def generating(spec: dict[str, Any]) -> tuple[Callable[[], int], Any]:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    from windfall.jobs.mps import Mps
+    from windfall.jobs.machine.mps import Mps
 
     pairs = (("train", "decode"), ("decode", "decode"))
     print(f"{'':44}{'first':>9}{'second':>9}{'sum':>9}", flush=True)

@@ -17,7 +17,7 @@ from tests.support.job_service import RECIPE
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
 from windfall.jobs.client import JobsClient
-from windfall.jobs.join import JoinedMachine
+from windfall.jobs.machine.join import JoinedMachine
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
 

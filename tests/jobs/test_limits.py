@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.process_fixtures import state
-from windfall.jobs import limits
-from windfall.jobs.limits import Usage
+from windfall.jobs.machine import limits
+from windfall.jobs.machine.limits import Usage
 from windfall.jobs.settings import JobLimits
 from windfall.processes import reaper
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.support.service_folder import job, snapshot, turn, write
-from windfall.jobs import page
-from windfall.jobs.device_history import BUCKETS, WINDOWS_S, DeviceHistory
-from windfall.jobs.page import JobsPage, ServiceFiles
+from windfall.jobs.views import page
+from windfall.jobs.views.device_history import BUCKETS, WINDOWS_S, DeviceHistory
+from windfall.jobs.views.page import JobsPage, ServiceFiles
 from windfall.link import auth
 
 TOKEN = "t" * 32

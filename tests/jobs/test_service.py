@@ -72,6 +72,7 @@ def killed_again_and_again(service: JobService, kills: int, *sets: str) -> None:
     bills_add_up(service)
 
 
+@pytest.mark.slow
 def test_killed_service_loses_no_job(tmp_path: Path, trained_alone: Alone) -> None:
     with JobService(tmp_path) as service:
         killed_again_and_again(service, 3)

@@ -10,7 +10,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.jobs import settings, store
-from windfall.jobs.host import DeviceHost
+from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, Store
 from windfall.jobs.turn_log import TurnLog

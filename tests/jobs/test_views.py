@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from tests.support.hostile.files import DAMAGES, damage
 from tests.support.service_folder import device, job, snapshot, write
 from windfall.errors import WindfallError
-from windfall.jobs import views
+from windfall.jobs.views import table
 
 
 def shown(what: RenderableType, width: int = 200) -> str:
@@ -29,7 +29,7 @@ def test_jobs_and_devices_in_one_table() -> None:
         "c": job("over_budget", reason="it has spent $5.0000, and may spend $5"),
     }
     devices = {"gpu0": device("a", "train", 25.0, a=50.0, c=25.0), "gpu1": device(idle_s=10.0)}
-    lines = shown(views.table(snapshot(jobs, devices), now_s=time.time())).splitlines()
+    lines = shown(table.table(snapshot(jobs, devices), now_s=time.time())).splitlines()
     assert lines[0].rstrip() == "jobs: 1 running, 1 queued, 1 over budget; bill: $3.00, of which $1.00 idle"
     rows = {line.split()[0]: line.split() for line in lines[1:]}
     assert rows["a"] == ["a", "running", "2", "3/10", "1,234", "2m05s", "50s", "0.50", "of", "40.00"]
@@ -42,48 +42,48 @@ def test_jobs_and_devices_in_one_table() -> None:
 
 def test_what_the_token_of_a_job_shows() -> None:
     """No devices, no bill of the machines, no other job."""
-    text = shown(views.table({"time_s": time.time(), "jobs": {"a": job()}}))
+    text = shown(table.table({"time_s": time.time(), "jobs": {"a": job()}}))
     assert text.splitlines()[0].rstrip() == "jobs: 1 running"
     assert len(text.splitlines()) == 3
 
 
 def test_ended_jobs_that_are_left_out_are_counted() -> None:
     jobs = {f"j{n}": job("done", ended_s=float(n)) for n in range(20)} | {"now": job()}
-    text = shown(views.table(snapshot(jobs), ended=8))
+    text = shown(table.table(snapshot(jobs), ended=8))
     assert "12 jobs that ended earlier are not shown" in text
     assert "j11 " not in text
     assert "j12 " in text
     assert "now " in text
-    assert "j0 " in shown(views.table(snapshot(jobs)))
+    assert "j0 " in shown(table.table(snapshot(jobs)))
 
 
 def test_one_job() -> None:
     now = time.time()
     late = job(deadline=now + 5.0, eta_s=125.0, max_usd=4.0)
     devices = {"gpu0": device(a=60.0), "gpu1": device(a=30.0, b=9.0), "gpu2": device(b=1.0)}
-    text = shown(views.one("a", late, devices))
+    text = shown(table.one("a", late, devices))
     assert "(predicted to end 2m00s after its deadline)" in text or "1m59s after" in text
     assert "1m30s (gpu0 1m00s, gpu1 30s)" in text
     assert "0.50 of 4.00" in text
-    assert "deadline" not in shown(views.one("a", job(deadline=0.0)))
-    assert "after its deadline" not in shown(views.one("a", job(deadline=now + 500.0)))
+    assert "deadline" not in shown(table.one("a", job(deadline=0.0)))
+    assert "after its deadline" not in shown(table.one("a", job(deadline=now + 500.0)))
 
 
 def test_text_of_a_job_moves_no_cursor_and_is_no_markup() -> None:
     hostile = "\x1b[2J[red]gone[/]\r\n\x07"
     jobs = {"a": job("failed", reason=hostile)}
-    for text in (shown(views.table(snapshot(jobs))), shown(views.one("a", jobs["a"]))):
+    for text in (shown(table.table(snapshot(jobs))), shown(table.one("a", jobs["a"]))):
         assert not set(text) & set("\x1b\r\x07")
         assert "?[2J[red]gone[/]" in text
 
 
 def test_a_service_that_does_not_run_is_said(tmp_path: Path) -> None:
     write(tmp_path, snapshot({"a": job()}, time_s=time.time() - 125))
-    assert views.is_service(tmp_path)
-    text = shown(views.of_folder(tmp_path))
+    assert table.is_service(tmp_path)
+    text = shown(table.of_folder(tmp_path))
     assert "as of 2m05s ago: the service does not run; continue its jobs with `windfall up`" in text
     write(tmp_path, snapshot({"a": job()}))
-    assert "does not run" not in shown(views.of_folder(tmp_path))
+    assert "does not run" not in shown(table.of_folder(tmp_path))
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -91,7 +91,7 @@ def test_damaged_file_of_a_service(tmp_path: Path, how: str) -> None:
     write(tmp_path, snapshot({"a": job()}))
     damage(tmp_path / "jobs.json", how)
     with pytest.raises(WindfallError, match="damaged or cannot be read"):
-        views.of_folder(tmp_path)
+        table.of_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_damaged_file_of_a_service(tmp_path: Path, how: str) -> None:
 def test_json_that_no_service_wrote(tmp_path: Path, value: dict[str, Any]) -> None:
     write(tmp_path, value)
     with pytest.raises(WindfallError, match="damaged or cannot be read"):
-        views.of_folder(tmp_path)
+        table.of_folder(tmp_path)
 
 
 def test_twenty_jobs_fit_into_a_narrow_terminal() -> None:
     jobs = {f"experiment-{n}": job(reason="x" * 300) for n in range(20)}
     devices = {f"gpu{n}": device("experiment-1", "rollout", 1.0, **dict.fromkeys(jobs, 1.0)) for n in range(8)}
-    lines = shown(views.table(snapshot(jobs, devices)), width=100).splitlines()
+    lines = shown(table.table(snapshot(jobs, devices)), width=100).splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(line.startswith("experiment-") for line in lines) == 20
-    assert "16 others 76.2%" in shown(views.table(snapshot(jobs, devices)))
+    assert "16 others 76.2%" in shown(table.table(snapshot(jobs, devices)))

@@ -67,6 +67,7 @@ def test_report_says_what_every_group_adds_and_shows_the_frontier() -> None:
     assert "(plan 1)" in lines
 
 
+@pytest.mark.slow
 def test_a_large_cluster_is_not_used_whole() -> None:
     """Of 1,024 GPUs, a step of 512 responses needs a few dozen."""
     asked = request("32x8xH100 + 32x8xL40S + 32x8xH200:spot + 32x8xA100-80GB")
@@ -92,6 +93,7 @@ def test_deltas_are_priced_as_runs_send_them() -> None:
     assert keys["weights_bytes"] == pytest.approx(0.025 * WORK.update_bytes)
 
 
+@pytest.mark.slow
 def test_cost_model_counts_the_tail() -> None:
     """It was 31 % above the simulation where the longest responses bind."""
     asked = request(README)

@@ -43,6 +43,7 @@ def test_policy_has_the_same_weights_alone_and_beside_another(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_policy_has_the_same_weights_beside_another_if_processes_are_killed(tmp_path: Path) -> None:
     alone = finish(tmp_path / "a", ALONE, STEPS)
     kills = (3, "verifier"), (4, "controller")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from windfall.jobs import page
+from windfall.jobs.views import page
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -4,7 +4,7 @@
     GET  /jobs                      what the token allows   POST /jobs/NAME/stop      ends it, resumable
     POST /jobs                      submits a job           POST /jobs/NAME/resume    continues it
     GET  /metrics                   for Prometheus          POST /machines/NAME       a machine that has joined reports
-    GET  /page                      page.py, with its key
+    GET  /page                      views/page.py, with its key
 
 Rules: a request has the header `Authorization: Bearer TOKEN`. The fleet's token allows everything. A job's token allows
 reading and ending that job, and nothing about others: a job that is not its own does not exist for it. Tokens are
@@ -23,10 +23,10 @@ import msgspec
 from aiohttp import web
 
 from windfall.errors import WindfallError
-from windfall.jobs import page
 from windfall.jobs.bill import Times
 from windfall.jobs.service import Service
 from windfall.jobs.store import NAME
+from windfall.jobs.views import page
 from windfall.link import invitation, network
 from windfall.link.listener import Listener
 

@@ -1,4 +1,4 @@
-"""Device seconds and dollars of every job. Pure.
+"""Device seconds and dollars of every job.
 
 A machine reports for each of its devices how long it has worked for which job since the machine joined; "" is idle
 time. Reports are cumulative, so one that is lost loses nothing. Times are whole nanoseconds: those of all jobs and of
@@ -8,10 +8,14 @@ machines.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from windfall.errors import WindfallError
 
 Times = dict[str, dict[str, int]]
 """Nanoseconds by device and job; "" is idle time."""
@@ -29,9 +33,18 @@ class Machine:
     """The last report of this process."""
     before: Times = field(default_factory=dict)
     """What earlier processes reported."""
+    before_usd: dict[str, float] = field(default_factory=dict)
+    """Dollars of these times by job, at the prices that they had then."""
 
     def times(self) -> Times:
         return _sum(self.before, self.now)
+
+    def usd(self) -> dict[str, float]:
+        found = defaultdict[str, float](float, self.before_usd)
+        for device, jobs in self.now.items():
+            for job, ns in jobs.items():
+                found[job] += ns * self.prices.get(device, 0.0) / HOUR_NS
+        return dict(found)
 
 
 class Bill:
@@ -50,6 +63,7 @@ class Bill:
         """
         entry = self.machines.setdefault(machine, Machine())
         if entry.life != life:
+            entry.before_usd = entry.usd()
             entry.before, entry.now, entry.life = entry.times(), {}, life
         entry.now = {device: dict(jobs) for device, jobs in times.items()}
         entry.prices.update(dict.fromkeys(times, price))
@@ -66,29 +80,36 @@ class Bill:
         """Dollars by job; "" is idle time."""
         found: defaultdict[str, float] = defaultdict(float)
         for machine in self.machines.values():
-            for device, jobs in machine.times().items():
-                for job, ns in jobs.items():
-                    found[job] += ns * machine.prices.get(device, 0.0) / HOUR_NS
+            for job, usd in machine.usd().items():
+                found[job] += usd
         return dict(found)
 
     def total_usd(self) -> float:
         """The bill of the machines: all time of all devices."""
         return sum(
-            sum(jobs.values()) * machine.prices.get(device, 0.0) / HOUR_NS
+            sum(machine.before_usd.values())
+            + sum(
+                sum(jobs.values()) * machine.prices.get(device, 0.0) / HOUR_NS for device, jobs in machine.now.items()
+            )
             for machine in self.machines.values()
-            for device, jobs in machine.times().items()
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            name: {"prices": machine.prices, "life": machine.life, "now": machine.now, "before": machine.before}
-            for name, machine in self.machines.items()
-        }
+        return {name: asdict(machine) for name, machine in self.machines.items()}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Bill:
+    def load(path: Path) -> Bill:
+        """The bill in a file, or a new one if there is none."""
         bill = Bill()
-        bill.machines = {name: Machine(**fields) for name, fields in data.items()}
+        try:
+            data = json.loads(path.read_bytes())
+            bill.machines = {name: Machine(**fields) for name, fields in data.items()}
+            bill.usd()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, AttributeError) as e:
+            fix = "Restore it, or remove it: then the bills of all jobs begin again with 0, and so do their limits."
+            raise WindfallError(f"the bill cannot be read: {e}", where=str(path), fix=fix) from e
         return bill
 
 

@@ -54,8 +54,8 @@ def jobs(
     """Show the jobs of a service: queue, progress, share, dollars so far, predicted end."""
     from rich.console import Console
 
-    from windfall.jobs import views
     from windfall.jobs.client import JobsClient
+    from windfall.jobs.views import table
     from windfall.run.views.top import WIDE
 
     found = JobsClient(on, token).get(f"/jobs/{quote(name, safe='')}" if name else "/jobs")
@@ -65,7 +65,7 @@ def jobs(
     out = Console(highlight=False)
     if not out.is_terminal:
         out.width = max(out.width, WIDE)
-    out.print(views.one(name, found, found.get("devices")) if name else views.table(found))
+    out.print(table.one(name, found, found.get("devices")) if name else table.table(found))
 
 
 def stop(
@@ -89,7 +89,7 @@ def join(
     ] = None,
 ) -> None:
     """Lend the devices of this machine to the jobs of a service on another one, until Ctrl-C."""
-    from windfall.jobs import join as joining
+    from windfall.jobs.machine import join as joining
     from windfall.jobs.settings import FleetSettings, load
 
     raise typer.Exit(joining.main(on, token, name, FleetSettings() if file is None else load(file)))

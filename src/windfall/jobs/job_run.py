@@ -19,9 +19,9 @@ from windfall import run_folder as folders
 from windfall.defaults import KV_SHARE
 from windfall.errors import WindfallError
 from windfall.events import log
-from windfall.jobs import host as hosts
-from windfall.jobs import limits
-from windfall.jobs.host import DeviceHost
+from windfall.jobs.machine import host as hosts
+from windfall.jobs.machine import limits
+from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, State
 from windfall.link import auth

@@ -30,9 +30,9 @@ class JobsPart(SubmitPart):
         ]
 
     def view(self, folder: Path) -> Group | None:
-        from windfall.jobs import views
+        from windfall.jobs.views import table
 
-        return views.of_folder(folder) if views.is_service(folder) else None
+        return table.of_folder(folder) if table.is_service(folder) else None
 
     def submit(self, recipe: Recipe, submission: Submission) -> None:
         from windfall.jobs import commands

@@ -19,10 +19,10 @@ from windfall import errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, unwritable
 from windfall.jobs import api as apis
-from windfall.jobs import page
 from windfall.jobs import service as services
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
+from windfall.jobs.views import page
 from windfall.link import listener
 
 LOCK_S = 10.0

@@ -1,9 +1,9 @@
 """The service of a fleet: runs the jobs in its queue on shared devices, charges them, and continues after any kill.
 
-    windfall up ─┬─ api.py         submit, list, stop, resume                     over HTTP
-                 ├─ store.py       jobs and their states                          on disk
-                 ├─ host.py        devices, turns, the process to fork from       one for each machine
-                 └─ job_run.py     the processes of a job                         one for each job that runs
+    windfall up ─┬─ api.py          submit, list, stop, resume                     over HTTP
+                 ├─ store.py        jobs and their states                          on disk
+                 ├─ machine/host.py devices, turns, the process to fork from       one for each machine
+                 └─ job_run.py      the processes of a job                         one for each job that runs
 
 Every second it starts jobs from the queue, ends those beyond their limits or their budget, and writes what it knows:
 
@@ -26,10 +26,11 @@ from typing import Any
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, report_failure, unwritable
-from windfall.jobs import job_run, limits, store
+from windfall.jobs import job_run, store
 from windfall.jobs.bill import IDLE, Bill, Times
-from windfall.jobs.host import DeviceHost
 from windfall.jobs.job_run import JobRun
+from windfall.jobs.machine import limits
+from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, State, Store
 from windfall.jobs.turn_log import TurnLog
@@ -60,7 +61,7 @@ class Service:
             on_turn=self.turn_log.add,
             on_event=self._on_turn_event,
         )
-        self.bill = Bill.from_dict(folders.read_json(self.folder / "bill.json") or {})
+        self.bill = Bill.load(self.folder / "bill.json")
         self.running: dict[str, JobRun] = {}
         self.machines: dict[str, Machine] = {}
         """Other machines that have joined, by name."""
@@ -185,7 +186,7 @@ class Service:
         found = []
         for name, run in self.running.items():
             address, job = folders.address(run.folder), run.job
-            if address is not None and not job.ending and run.controller == address.get("pid"):
+            if address is not None and not job.ending:  # its workers stay while its controller is restarted
                 found.append(
                     {
                         "name": name, "url": address["url"], "port": address["port"], "token": run.token,

@@ -13,6 +13,7 @@ from windfall import devices
 from windfall.devices import Place
 from windfall.errors import WindfallError, nearest
 from windfall.recipe.section_base import Count, FilePath, Section
+from windfall.turns.server import LIMIT_S
 from windfall.turns.sharing import SLICE_S
 
 
@@ -45,6 +46,9 @@ class FleetSettings(Section):
     """Price of each device of this machine in $ per hour. 0: that of the built-in table; a CPU costs nothing."""
     slice_s: float = Field(default=SLICE_S, gt=0)
     """Seconds that a rollout worker keeps a device while another job waits for it."""
+    turn_limit_s: float = Field(default=LIMIT_S, gt=0)
+    """Upper limit (seconds) for a turn while other jobs wait; then its process is killed. A turn may be a pass over the
+    samples of one message, a checkpoint, or the building of an engine."""
     co_running: bool = False
     """Let two jobs compute on one GPU at the same time where measurements show that both together are faster."""
     trainer_state_gb: float = Field(default=0.0, ge=0)
@@ -54,10 +58,9 @@ class FleetSettings(Section):
 
     @model_validator(mode="after")
     def _finite(self) -> FleetSettings:
-        if not all(
-            map(math.isfinite, (self.price_usd_per_h, self.slice_s, self.trainer_state_gb, self.limits.memory_gb))
-        ):
-            raise ValueError("price_usd_per_h, slice_s, trainer_state_gb and limits.memory_gb must be finite")
+        numbers = (*self.model_dump().values(), self.limits.memory_gb)
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise ValueError("all numbers must be finite")
         return self
 
 

@@ -131,6 +131,7 @@ class TurnServer:
         self._jobs: dict[str, _Terms] = {}
         self._peers: set[_Peer] = set()
         self._strangers = 0
+        self._closing = False
         self._on_event, self._log = on_event, log
         self._co_running, self._slice_s, self._limit_s = co_running, slice_s, limit_s
         self._server: asyncio.Server | None = None
@@ -150,7 +151,8 @@ class TurnServer:
         self._path = path
 
     async def close(self) -> None:
-        """End all turns and connections."""
+        """End all turns and connections. No other turn begins."""
+        self._closing = True
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):
@@ -335,6 +337,8 @@ class TurnServer:
     def _schedule(self, device: _Device) -> None:
         """Begin and ask for turns as it should be now, and look again when the next limit is reached."""
         now_ns = self._settle(device)
+        if self._closing:
+            return
         while (chosen := self._choose(device, now_ns / 1e9)) is not None:
             self._begin(chosen, now_ns)
         waiting, next_s = device.waiting, math.inf

@@ -130,6 +130,7 @@ def test_ranks_publish_and_continue_alike(tmp_path: Path) -> None:
         close(expected, folder / "checkpoints" / "step-000004" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_new_adapters_of_all_ranks_are_those_of_the_seed(tmp_path: Path) -> None:
     """Every rank would draw the same numbers, but only those of rank 0 count."""
     (first,) = run_ranks(1, first_adapters, tmp_path)

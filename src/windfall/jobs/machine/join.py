@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 
 from windfall import errors
 from windfall.errors import WindfallError
-from windfall.jobs import host as hosts
 from windfall.jobs.client import JobsClient, Refused
-from windfall.jobs.host import DeviceHost
+from windfall.jobs.machine import host as hosts
+from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.link import network
 from windfall.processes.process import Handle
@@ -35,6 +35,8 @@ from windfall.turns.client import DEVICES
 from windfall.types import Lease
 
 EVERY_S = 1.0
+KEPT_S = 10.0
+"""Seconds for which the workers of a job stay that the service does not name: it may be starting again."""
 GONE_S = 600.0
 """Seconds without an answer of the service after which this machine ends its workers and the command."""
 
@@ -54,6 +56,8 @@ class JoinedMachine:
         self._host = DeviceHost(settings, folder / "fork_server.log", preload=preload)
         self._workers: dict[str, asyncio.Task[None]] = {}
         """By job: what keeps its workers running."""
+        self._missing_s: dict[str, float] = {}
+        """Since when the service does not name these jobs (loop time, seconds)."""
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -89,9 +93,12 @@ class JoinedMachine:
         for key, task in list(self._workers.items()):
             if task.done():
                 del self._workers[key]
+                self._missing_s.pop(key, None)
                 if not task.cancelled() and (error := task.exception()) is not None:
                     print(f"workers of {key} cannot run: {error}; trying again", flush=True)
-            elif key not in now:
+            elif key in now:
+                self._missing_s.pop(key, None)
+            elif time.monotonic() - self._missing_s.setdefault(key, time.monotonic()) > KEPT_S:
                 task.cancel()  # it stays here until its workers have ended: the next one of this job comes after that
         busy = {key.partition(" ")[0] for key in self._workers}
         for key in now.keys() - self._workers.keys():

@@ -28,7 +28,7 @@ from aiohttp import web
 from windfall import html_page
 from windfall import run_folder as folders
 from windfall.html_page import HEADERS
-from windfall.jobs.device_history import BUCKETS, WINDOWS_S, DeviceHistory
+from windfall.jobs.views.device_history import BUCKETS, WINDOWS_S, DeviceHistory
 from windfall.link import auth
 
 STATIC = Path(__file__).parent / "static"

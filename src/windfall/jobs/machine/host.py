@@ -17,7 +17,7 @@ from windfall.controller.cost import prices
 from windfall.devices import Place, cuda_device_name
 from windfall.errors import WindfallError
 from windfall.jobs.bill import Times
-from windfall.jobs.mps import Mps
+from windfall.jobs.machine.mps import Mps
 from windfall.jobs.settings import FleetSettings, places
 from windfall.processes.fork_client import ForkClient
 from windfall.processes.process import Handle
@@ -48,7 +48,7 @@ class DeviceHost:
         self._keys: dict[str, str] = {}
         self.turns = TurnServer(
             [place.name for place in self.places], on_event=on_event, log=on_turn,
-            co_running=settings.co_running, slice_s=settings.slice_s,
+            co_running=settings.co_running, slice_s=settings.slice_s, limit_s=settings.turn_limit_s,
             state_bytes=int(settings.trainer_state_gb * 1e9),
         )  # fmt: skip
         co_runs = settings.co_running and self.places[0].device == "cuda"

@@ -7,11 +7,16 @@ hash of our own, and no requests except to the server of the page.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import hmac
 import json
+from collections.abc import Awaitable, Callable, Mapping
 from html import escape
 from typing import Any
+
+from aiohttp import web
 
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
@@ -25,7 +30,10 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer of a server of such a page."""
+"""Headers of every answer that the server of such a page gives."""
+REFUSAL_S = 0.5
+"""Seconds until a request with a wrong key is answered."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def content_policy(script: str) -> str:
@@ -59,3 +67,23 @@ def html(*, title: str, style: str, script: str, data: Any) -> str:
         f'<script id="data" type="application/json">{as_json(data)}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
+
+
+def guarded(
+    handlers: Mapping[str, Handler], key: str, welcome: Callable[[web.Request], None] = lambda request: None
+) -> dict[str, Handler]:
+    """The same handlers, by path, for requests that have the key. `welcome` is called with each of these."""
+
+    def guard(handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = request.query.get("key", "")
+            if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
+                await asyncio.sleep(REFUSAL_S)
+                text = "This page needs its key. Use the complete link that windfall printed.\n"
+                return web.Response(status=403, text=text, headers=HEADERS)
+            welcome(request)
+            return await handler(request)
+
+        return handle
+
+    return {path: guard(handler) for path, handler in handlers.items()}

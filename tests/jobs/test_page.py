@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.support.service_folder import job, snapshot, turn, write
+from windfall import html_page
 from windfall.jobs.views import page
 from windfall.jobs.views.device_history import BUCKETS, WINDOWS_S, DeviceHistory
 from windfall.jobs.views.page import JobsPage, ServiceFiles
@@ -106,7 +107,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_page_and_data_need_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(html_page, "REFUSAL_S", 0.0)
     monkeypatch.setattr(page, "READ_S", 0.0)
     now_s = time.time()
     write(tmp_path, snapshot({"<b>": job()}), [turn("gpu0", "a", "train", now_s - 5, 1.0)])

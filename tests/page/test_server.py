@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.page_run import sample, small_log, step, write_run
+from windfall import html_page
 from windfall.link.socket import Port
-from windfall.page import server as servers
 from windfall.page.feed import Feed
 from windfall.page.runs import RunReader
 from windfall.page.server import PageServer
@@ -32,7 +32,7 @@ async def message(stream: aiohttp.StreamReader) -> tuple[str, Any]:
 
 
 def test_page_stream_and_samples_need_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(html_page, "REFUSAL_S", 0.0)
     run = write_run(tmp_path / "run", small_log(2))
     (run / "samples.jsonl").write_text(json.dumps(sample(1)) + "\n")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tests.support.recorded_events import RecordedEvents
 from tests.support.worker_sources import running
 from windfall.backoff import RestartDelay
-from windfall.providers.job_queue import Job, JobProvider
+from windfall.providers.job_queue import ClusterJob, JobProvider
 from windfall.recipe.worker_source import WorkerSource
 
 
@@ -18,7 +18,7 @@ class ScriptedQueue:
     name = prefix = "slurm"
     together = True
 
-    def __init__(self, *answers: Job | Exception) -> None:
+    def __init__(self, *answers: ClusterJob | Exception) -> None:
         self.answers = list(answers)
         self.there: set[str] = set()
         self.canceled: list[str] = []
@@ -29,7 +29,7 @@ class ScriptedQueue:
         self.there.update(workers)
         return {worker: worker for worker in workers}
 
-    async def jobs(self) -> Mapping[str, Job]:
+    async def jobs(self) -> Mapping[str, ClusterJob]:
         if not self.there:
             return {}
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -57,7 +57,7 @@ def test_any_error_of_a_query_is_a_failed_answer() -> None:
     async def main() -> None:
         events = RecordedEvents()
         errors = [ValueError("not a number") for _ in range(5)]
-        async with running(provider(ScriptedQueue(*errors, Job(code=7), Job()), events)):
+        async with running(provider(ScriptedQueue(*errors, ClusterJob(code=7), ClusterJob()), events)):
             assert (await events.until(1, "exited"))[0]["code"] == 7
         assert "ValueError: not a number" in events.of("stuck")[0]["error"]
 
@@ -66,8 +66,8 @@ def test_any_error_of_a_query_is_a_failed_answer() -> None:
 
 def test_time_in_the_queue_is_not_part_of_the_life_of_a_worker() -> None:
     """Jobs that wait longer than `young_s` and then fail are started less and less often."""
-    waits = [Job(waiting=True)] * 8
-    queue = ScriptedQueue(*[*waits, Job(code=1)] * 3, Job(waiting=True))
+    waits = [ClusterJob(waiting=True)] * 8
+    queue = ScriptedQueue(*[*waits, ClusterJob(code=1)] * 3, ClusterJob(waiting=True))
 
     async def main() -> None:
         events = RecordedEvents()
@@ -85,7 +85,7 @@ def test_jobs_that_belong_to_no_worker_are_canceled() -> None:
     """One was left by a killed supervisor, another appears during the run: its submission had failed."""
 
     async def main() -> None:
-        queue, events = ScriptedQueue(Job()), RecordedEvents()
+        queue, events = ScriptedQueue(ClusterJob()), RecordedEvents()
         queue.there = {"left"}
         async with running(provider(queue, events)):
             await events.until(1, "started")
@@ -102,7 +102,7 @@ def test_jobs_that_belong_to_no_worker_are_canceled() -> None:
 
 def test_jobs_that_cannot_be_canceled_are_reported() -> None:
     async def main() -> None:
-        queue, events = ScriptedQueue(Job()), RecordedEvents()
+        queue, events = ScriptedQueue(ClusterJob()), RecordedEvents()
         queue.there, queue.cancels = {"left"}, False
         made = provider(queue, events)
         made.target(0)

@@ -13,10 +13,10 @@ import pytest
 
 from windfall.run.commands import machine
 from windfall.run.commands.doctor import GIB, Check, examine
-from windfall.run.commands.machine import GpuFacts, Machine, TorchFacts
+from windfall.run.commands.machine import GpuFacts, MachineFacts, TorchFacts
 
 H200 = GpuFacts(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB, capability=(9, 0))
-GOOD = Machine(
+GOOD = MachineFacts(
     python=(3, 11, 7), system="Linux x86_64", cores=8, torch=TorchFacts(version="2.13.0", cuda="13.0", gpus=(H200,),
     nccl="2.27.5"), driver_gpus=1, triton=True, vllm="vllm 0.33.0", vllm_problem="", missing=(), extras=("gym",),
     memory_bytes=64 * GIB, shared_memory_bytes=32 * GIB, disk_bytes=500 * GIB, folder=Path("/work"), writable=True,
@@ -25,7 +25,7 @@ GOOD = Machine(
 CPU = TorchFacts(version="2.13.0+cpu")
 
 
-def states(facts: Machine) -> dict[str, Check]:
+def states(facts: MachineFacts) -> dict[str, Check]:
     return {check.name: check for check in examine(facts)}
 
 

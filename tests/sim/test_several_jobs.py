@@ -18,9 +18,9 @@ from windfall.run import cli
 from windfall.sim.calibrate.event_log import steps_of
 from windfall.sim.core import loop as loops
 from windfall.sim.core import run
-from windfall.sim.jobs.devices import JobTurn, SharedDevice
+from windfall.sim.jobs.devices import JobTurn, SimDevice
 from windfall.sim.jobs.report import Answer, answers, figures, table, verdict
-from windfall.sim.jobs.together import Job, JobEnd, Shared, jobs_of, paid_seconds, simulate
+from windfall.sim.jobs.together import JobEnd, Shared, SimJob, jobs_of, paid_seconds, simulate
 from windfall.turns.accounts import DeviceAccounts
 
 MakeRecipe = Callable[..., Recipe]
@@ -29,7 +29,7 @@ HARVEST = str(Path(__file__).parent.parent.parent / "recipes" / "sim-harvest.tom
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
 
 
-def pair(recipe: MakeRecipe, **sections: dict[str, Any]) -> list[Job]:
+def pair(recipe: MakeRecipe, **sections: dict[str, Any]) -> list[SimJob]:
     """Two jobs with different responses."""
     recipes = [("a.toml", recipe(**sections)), ("b.toml", recipe(**sections, run={"steps": 4, "seed": 5}))]
     return jobs_of([(file, one.model_copy(update={"run": _named(one, file[0])})) for file, one in recipes])
@@ -124,16 +124,16 @@ class Taker:
         self.heard.append("wanted")
 
 
-def on_device(body: Callable[[SharedDevice, DeviceAccounts], Any], jobs: Sequence[str] = ("a", "b")) -> None:
+def on_device(body: Callable[[SimDevice, DeviceAccounts], Any], jobs: Sequence[str] = ("a", "b")) -> None:
     async def main(loop: loops.VirtualLoop) -> None:
         accounts = DeviceAccounts(["gpu"], 0)
-        await body(SharedDevice("gpu", jobs, accounts, 0.25), accounts)
+        await body(SimDevice("gpu", jobs, accounts, 0.25), accounts)
 
     loops.run(main)
 
 
 def test_turn_of_generation_lasts_a_slice_if_another_job_waits() -> None:
-    async def body(device: SharedDevice, accounts: DeviceAccounts) -> None:
+    async def body(device: SimDevice, accounts: DeviceAccounts) -> None:
         takers = Taker(), Taker()
         a, b = (JobTurn(device, job, "rollout", taker) for job, taker in zip("ab", takers, strict=True))
         assert a.take()
@@ -155,7 +155,7 @@ def test_turn_of_generation_lasts_a_slice_if_another_job_waits() -> None:
 
 
 def test_training_is_not_interrupted_and_a_taker_that_leaves_is_forgotten() -> None:
-    async def body(device: SharedDevice, _: DeviceAccounts) -> None:
+    async def body(device: SimDevice, _: DeviceAccounts) -> None:
         takers = Taker(), Taker(), Taker()
         train = JobTurn(device, "a", "train", takers[0])
         own, other = (JobTurn(device, job, "rollout", taker) for job, taker in zip("ab", takers[1:], strict=True))
@@ -173,7 +173,7 @@ def test_training_is_not_interrupted_and_a_taker_that_leaves_is_forgotten() -> N
 
 
 def test_turn_given_before_its_taker_heard_of_it_goes_to_the_next() -> None:
-    async def body(device: SharedDevice, _: DeviceAccounts) -> None:
+    async def body(device: SimDevice, _: DeviceAccounts) -> None:
         takers = Taker(), Taker(), Taker()
         a, b, c = (JobTurn(device, job, "train", taker) for job, taker in zip("abc", takers, strict=True))
         assert a.take()

@@ -473,3 +473,25 @@ def test_whatever_clients_do_a_device_never_has_two_holders_and_never_stands_sti
         charged = server.call(server.server.charged)
     assert sum(charged["gpu"].values()) == sum(charged["gpu2"].values())
     until(lambda: not server.holder(), "the last turn to end")
+
+
+def test_a_state_that_cannot_sleep_stays_and_nobody_waits_for_it(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Pinned(KeptState):
+        def sleep(self) -> None:
+            raise RuntimeError("no pinned memory")
+
+    with served(path, slice_s=0.01, state_bytes=100) as server:
+        stays, other = Pinned(60), KeptState(60)
+        a = SharedDevice(str(path), "key-a", "train", "gpu", stays)
+        b = SharedDevice(str(path), "key-b", "train", "gpu", other)
+        with closed(a, b):
+            assert a.take(WAIT_S)
+            a.give(1)
+            assert b.take(WAIT_S)
+            b.give(1)
+            assert server.snapshot()["devices"]["gpu"]["asleep"] == []
+            assert a.take(WAIT_S), "now the other one sleeps"
+            a.give(1)
+        assert stays.awake
+        assert not other.awake
+    assert "stays on gpu: no pinned memory" in capfd.readouterr().err

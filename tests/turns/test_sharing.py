@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.turns.sharing import Sharing, Turn
+from windfall.turns.sharing import Claim, Sharing
 
 
 def device(**shares: float) -> Sharing:
@@ -33,7 +33,7 @@ class Clock:
         for job in sorted(jobs):
             self.sharing.begin(job, self.now_s)
         while self.now_s < until_s:
-            turn = self.sharing.next([Turn(job, "rollout", 0.0) for job in jobs], self.now_s)
+            turn = self.sharing.next([Claim(job, "rollout", 0.0) for job in jobs], self.now_s)
             assert turn is not None
             self.now_s += self.turn_s[turn.job]
             self.sharing.use(turn.job, self.turn_s[turn.job])
@@ -78,7 +78,7 @@ def test_a_short_pause_costs_little() -> None:
         sharing.use("a", 0.0)
         sharing.begin("b", n + 1.0)
         sharing.use("b", 1.0)
-    waiting = [Turn("a", "train", 0.0), Turn("b", "rollout", 0.0)]
+    waiting = [Claim("a", "train", 0.0), Claim("b", "rollout", 0.0)]
     assert sharing.next(waiting, 19.0) == waiting[1]
 
 
@@ -88,7 +88,7 @@ def test_higher_priority_first_and_at_once() -> None:
     for job in "ab":
         sharing.begin(job, 0.0)
     sharing.use("a", 1000.0)
-    a, b = Turn("a", "rollout", 0.0), Turn("b", "rollout", 0.0)
+    a, b = Claim("a", "rollout", 0.0), Claim("b", "rollout", 0.0)
     assert sharing.next([a, b], 0.0) == a
     assert sharing.yields_in_s(b, [a], 0.0) == 0.0
     assert sharing.yields_in_s(a, [b], 0.0) == math.inf
@@ -102,7 +102,7 @@ def test_a_deadline_that_would_be_missed_raises_a_job() -> None:
     sharing.begin("b", 0.0)
     assert sharing.late("a", 0.0), "with half of the device it needs 120 s"
     sharing.use("a", 50.0)
-    waiting = [Turn("a", "rollout", 0.0), Turn("b", "rollout", 0.0)]
+    waiting = [Claim("a", "rollout", 0.0), Claim("b", "rollout", 0.0)]
     assert sharing.next(waiting, 0.0) == waiting[0]
     sharing.set_terms("a", deadline_s=100.0, left_s=10.0)
     assert sharing.next(waiting, 50.0) == waiting[1]
@@ -116,12 +116,12 @@ def test_how_long_a_turn_lasts() -> None:
     sharing = device(a=2.0, b=1.0)
     for job in "ab":
         sharing.begin(job, 10.0)
-    held = Turn("a", "rollout", 10.0)
-    b = Turn("b", "rollout", 10.0)
+    held = Claim("a", "rollout", 10.0)
+    b = Claim("b", "rollout", 10.0)
     assert sharing.yields_in_s(held, [], 10.0) == math.inf
     assert sharing.yields_in_s(held, [b], 10.1) == pytest.approx(0.15)
     assert sharing.yields_in_s(held, [b], 99.0) == 0.0
-    assert sharing.yields_in_s(held, [Turn("a", "train", 10.0)], 10.0) == 0.0, "its own trainer does not wait"
-    assert sharing.yields_in_s(Turn("a", "train", 10.0), [b], 99.0) == math.inf
+    assert sharing.yields_in_s(held, [Claim("a", "train", 10.0)], 10.0) == 0.0, "its own trainer does not wait"
+    assert sharing.yields_in_s(Claim("a", "train", 10.0), [b], 99.0) == math.inf
     sharing.use("b", 5.0)
     assert sharing.yields_in_s(held, [b], 99.0) == pytest.approx(10.0), "b has used 5 s, so a may use 10 s"

@@ -47,11 +47,11 @@ class Submit(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     directory: str = ""
 
 
-class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResumeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_usd: float | None = None
 
 
-class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MachineReport(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     life: str
     times: Times
     price_usd_per_h: float = 0.0
@@ -185,12 +185,12 @@ class Api:
 
     async def _resume(self, request: web.Request) -> web.Response:
         name = await self._job(request)
-        job = self._service.resume_job(name, (await _body(request, Resume)).max_usd)
+        job = self._service.resume_job(name, (await _body(request, ResumeRequest)).max_usd)
         return web.json_response({"name": job.name, **self._service.describe(job)})
 
     async def _report(self, request: web.Request) -> web.Response:
         await self._fleet(request)
-        name, report = request.match_info["name"], await _body(request, Report)
+        name, report = request.match_info["name"], await _body(request, MachineReport)
         if not NAME.fullmatch(name):
             raise WindfallError(
                 f"{name!r} cannot be the name of a machine", where="--name", fix="Use letters and digits."

@@ -20,11 +20,10 @@ from windfall.errors import WindfallError
 Times = dict[str, dict[str, int]]
 """Nanoseconds by device and job; "" is idle time."""
 HOUR_NS = 3600 * 10**9
-IDLE = ""
 
 
 @dataclass(kw_only=True)
-class Machine:
+class MachineTimes:
     prices: dict[str, float] = field(default_factory=dict)
     """$ per hour by device."""
     life: str = ""
@@ -49,7 +48,7 @@ class Machine:
 
 class Bill:
     def __init__(self) -> None:
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, MachineTimes] = {}
         """By name; that of the service is ""."""
 
     def report(self, machine: str, life: str, times: Mapping[str, Mapping[str, int]], price: float) -> None:
@@ -61,7 +60,7 @@ class Bill:
         >>> bill.usd(), bill.total_usd()
         ({'a': 1.5, '': 1.0, 'b': 0.5}, 3.0)
         """
-        entry = self.machines.setdefault(machine, Machine())
+        entry = self.machines.setdefault(machine, MachineTimes())
         if entry.life != life:
             entry.before_usd = entry.usd()
             entry.before, entry.now, entry.life = entry.times(), {}, life
@@ -103,7 +102,7 @@ class Bill:
         bill = Bill()
         try:
             data = json.loads(path.read_bytes())
-            bill.machines = {name: Machine(**fields) for name, fields in data.items()}
+            bill.machines = {name: MachineTimes(**fields) for name, fields in data.items()}
             bill.usd()
         except FileNotFoundError:
             pass

@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 """A submission reads the data files of its recipe."""
 
 
-class Refused(WindfallError):
+class RequestRefused(WindfallError):
     """The service has answered, with an error."""
 
 
@@ -61,6 +61,6 @@ class JobsClient:
 def _refusal(error: urllib.error.HTTPError, url: str) -> WindfallError:
     try:
         said = json.load(error)["error"]
-        return Refused(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
+        return RequestRefused(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
     except (OSError, ValueError, LookupError, TypeError):
-        return Refused(f"the service answered with status {error.code}", where=url)
+        return RequestRefused(f"the service answered with status {error.code}", where=url)

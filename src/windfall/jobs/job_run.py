@@ -55,7 +55,7 @@ def fitted(recipe: Recipe, settings: FleetSettings, host: DeviceHost) -> Recipe:
     )
 
 
-class Progress:
+class JobProgress:
     """What the events of a job say about its progress."""
 
     def __init__(self, steps: int) -> None:
@@ -93,7 +93,7 @@ class JobRun:
     ) -> None:
         self.job, self.folder = job, folder
         self.token = auth.read_token(folder / "token")
-        self.progress = Progress(0)
+        self.progress = JobProgress(0)
         self._settings, self._host, self._say = settings, host, say
         self._processes: RunProcesses | None = None
         self._failure = ""

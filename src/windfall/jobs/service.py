@@ -27,7 +27,7 @@ from typing import Any
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, report_failure, unwritable
 from windfall.jobs import job_run, store
-from windfall.jobs.bill import IDLE, Bill, Times
+from windfall.jobs.bill import Bill, Times
 from windfall.jobs.job_run import JobRun
 from windfall.jobs.machine import limits
 from windfall.jobs.machine.host import DeviceHost
@@ -37,6 +37,7 @@ from windfall.jobs.turn_log import TurnLog
 from windfall.link import auth
 from windfall.recipe.file import parse_recipe
 from windfall.run import start
+from windfall.turns.accounts import IDLE
 
 EVERY_S = 1.0
 """Seconds between two looks at everything."""
@@ -63,7 +64,7 @@ class Service:
         )
         self.bill = Bill.load(self.folder / "bill.json")
         self.running: dict[str, JobRun] = {}
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, LastReport] = {}
         """Other machines that have joined, by name."""
         self.stopping = False
         self._say = say
@@ -181,7 +182,7 @@ class Service:
         if known is not None and known.life != life and time.monotonic() - known.seen_s < MACHINE_GONE_S / 3:
             what = f"another machine has joined as {machine!r}"
             raise WindfallError(what, where="--name", fix="Give every machine a --name of its own.")
-        self.machines[machine] = Machine(life)
+        self.machines[machine] = LastReport(life)
         self.bill.report(machine, life, times, price)
         found = []
         for name, run in self.running.items():
@@ -334,8 +335,8 @@ class Service:
             self._written = False
 
 
-class Machine:
-    """A machine that has joined."""
+class LastReport:
+    """When a machine that has joined was last heard of, and which of its processes spoke."""
 
     def __init__(self, life: str) -> None:
         self.life = life

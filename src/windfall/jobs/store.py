@@ -48,7 +48,7 @@ class Job(msgspec.Struct, kw_only=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     steps: int = 0
-    """Of its recipe."""
+    """The number of steps in its recipe."""
     step: int = 0
     """The last one that the service has seen."""
     reason: str = ""

@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
 from windfall import html_page
-from windfall.html_page import HEADERS
+from windfall.html_page import HEADERS, Handler
 from windfall.page import document
 from windfall.page.feed import MAX_VIEWERS, Feed
 from windfall.page.samples import SampleFile
-
-REFUSAL_S = 0.5
-"""Seconds until a request with a wrong key is answered."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:
@@ -42,19 +37,7 @@ class PageServer:
         paths: dict[str, Handler] = {
             "/page": self._page, "/page/stream": self._stream, "/page/samples": self._list, "/page/sample": self._sample
         }  # fmt: skip
-        return {path: self._guarded(handler) for path, handler in paths.items()}
-
-    def _guarded(self, handler: Handler) -> Handler:
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            given = request.query.get("key", "")
-            if not hmac.compare_digest(given.encode(errors="replace"), self._key.encode()):
-                await asyncio.sleep(REFUSAL_S)
-                text = "This page needs its key. Use the complete link that windfall printed.\n"
-                return web.Response(status=403, text=text, headers=HEADERS)
-            self.welcome(request)
-            return await handler(request)
-
-        return guarded
+        return html_page.guarded(paths, self._key, lambda request: self.welcome(request))
 
     async def _page(self, request: web.Request) -> web.Response:
         del request

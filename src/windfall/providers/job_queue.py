@@ -45,7 +45,7 @@ KILL_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ClusterJob:
     """The state of a job. `code`: None until it has ended; then its exit status, or the negative number of a signal."""
 
     code: int | None = None
@@ -72,7 +72,7 @@ class JobQueue(Protocol):
         """Submit a job for each worker; returns the id of each."""
         ...
 
-    async def jobs(self) -> Mapping[str, Job]:
+    async def jobs(self) -> Mapping[str, ClusterJob]:
         """The jobs of this run that the system lists, by id."""
         ...
 
@@ -123,7 +123,7 @@ class _Watched:
     """The job of a worker."""
 
     handle: Handle
-    job: Job | None = None
+    job: ClusterJob | None = None
     missing: int = 0
     """Number of lists in a row that did not contain it."""
     signal: int = 0
@@ -266,7 +266,7 @@ class JobProvider(SlotProvider):
                     orphans = [id for id, job in jobs.items() if job.wanted and id not in self._watched]
             await self._end_jobs(orphans)
 
-    def _update(self, id: str, watched: _Watched, job: Job | None) -> None:
+    def _update(self, id: str, watched: _Watched, job: ClusterJob | None) -> None:
         watched.missing = watched.missing + 1 if job is None else 0
         watched.job = job or watched.job
         if job is not None and job.code is None and not job.waiting:

@@ -42,7 +42,7 @@ from windfall.link.base import Link, LinkClosed
 from windfall.link.socket import Dialer
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.training import Adam, CheckpointState, Report, Sample
-from windfall.turns.client import FREE, DeviceTurn, State, of_environment
+from windfall.turns.client import FREE, CanSleep, DeviceTurn, of_environment
 
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
@@ -76,7 +76,7 @@ class OwnEngine:
     If other jobs share the devices, the trainer first takes the turn of all its devices (turns/client.py). Rank 0 does
     this for the other ranks, which work only when it says so."""
 
-    def __init__(self, *, first: bool = True, device: DeviceTurn | None = None, state: State | None = None) -> None:
+    def __init__(self, *, first: bool = True, device: DeviceTurn | None = None, state: CanSleep | None = None) -> None:
         """`first`: whether this is rank 0. `device`: the turn of its devices; by default, as the environment says.
         `state`: what can sleep while other jobs train on its device."""
         self.turn = TrainerTurn()

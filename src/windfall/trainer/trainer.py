@@ -53,7 +53,7 @@ FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, l
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""
 
 GIVEN_TEMPERATURE = 1.0
-"""Of the policy in a given loss. The temperature of the recipe belongs to its algorithm."""
+"""Temperature of the policy in a given loss. The temperature of the recipe belongs to its algorithm."""
 
 
 class TokenTotals:

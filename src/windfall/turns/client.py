@@ -7,7 +7,8 @@ when it has nothing to do or another process should go on. The server of the mac
             ◀── {"wanted": n} ──                                 give it after this step
             ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
             ◀── {"sleep": true} ──                               only to a trainer without the turn: free the device's
-            ── {"slept": s} ──▶                                  memory; it took so many seconds
+            ── {"slept": s} ──▶                                  memory; it took s seconds
+            ── {"stays": true} ──▶                               or it could not
 
 The number n counts the turns of a process, so that a late answer is recognized. A process without a connection has no
 turn: a reader thread connects again, with back-off, and asks for the turn anew. Each object is used by one thread.
@@ -57,7 +58,7 @@ class DeviceTurn(Protocol):
         ...
 
 
-class State(Protocol):
+class CanSleep(Protocol):
     """What a process keeps on its device between turns, and can put elsewhere."""
 
     @property
@@ -90,7 +91,7 @@ FREE: DeviceTurn = _Free()
 
 
 def of_environment(
-    kind: Kind, environ: Mapping[str, str] = os.environ, *, device: int | None = None, state: State | None = None
+    kind: Kind, environ: Mapping[str, str] = os.environ, *, device: int | None = None, state: CanSleep | None = None
 ) -> DeviceTurn:
     """The turn of the devices that the environment names. `device`: only the one with this number. `state`: what can
     sleep while other jobs have the device. A process with several devices keeps it awake."""
@@ -114,7 +115,7 @@ def of_environment(
 class SharedDevice:
     """The turn of one device."""
 
-    def __init__(self, path: str, key: str, kind: Kind, device: str, state: State | None = None) -> None:
+    def __init__(self, path: str, key: str, kind: Kind, device: str, state: CanSleep | None = None) -> None:
         self.device = device
         self._state = state
         self._state_lock = threading.Lock()
@@ -221,16 +222,18 @@ class SharedDevice:
             elif message.get("wanted") == self._number:
                 self._wanted = self._has
 
-    def _sleep(self, state: State) -> None:
+    def _sleep(self, state: CanSleep) -> None:
         """This process has no turn until the answer, so its own thread leaves the state alone meanwhile."""
         began_s = time.monotonic()
+        answer: dict[str, Any] = {"stays": True}
         try:
             with self._state_lock:
                 state.sleep()
+            answer = {"slept": time.monotonic() - began_s}
         except RuntimeError as e:  # no memory for it; the other job may then find too little on the device
             self._say(f"the trainer's state stays on {self.device}: {e}")
         with self._changed:
-            self._send({"slept": time.monotonic() - began_s})
+            self._send(answer)
 
     def _say(self, line: str) -> None:
         if line != self._said:

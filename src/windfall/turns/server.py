@@ -33,7 +33,7 @@ from windfall.turns.accounts import IDLE, DeviceAccounts
 from windfall.turns.client import MAX_LINE_BYTES
 from windfall.turns.co_running import CoRunning, Side
 from windfall.turns.residence import Residence
-from windfall.turns.sharing import SLICE_S, Kind, Sharing, Turn
+from windfall.turns.sharing import SLICE_S, Claim, Kind, Sharing
 
 LIMIT_S = 300.0
 HELLO_S = 10.0
@@ -41,7 +41,7 @@ HELLO_S = 10.0
 MAX_STRANGERS, MAX_OF_JOB = 256, 512
 """Connections that have not said hello yet, and those of one job."""
 MAX_UNREAD_BYTES = 65536
-"""Of messages that a peer does not read; then its connection ends."""
+"""Upper limit for messages that a peer does not read; beyond it, its connection ends."""
 MAX_PATH_BYTES = 100
 MEASURABLE = 0.9
 """A turn is a measurement if at least this part of it was in one company."""
@@ -85,8 +85,8 @@ class _Peer:
     """When its state was asked to sleep; 0: it was not, or has answered."""
 
     @property
-    def turn(self) -> Turn:
-        return Turn(self.job, self.kind, self.since_ns / 1e9)
+    def turn(self) -> Claim:
+        return Claim(self.job, self.kind, self.since_ns / 1e9)
 
 
 @dataclass(eq=False, slots=True)
@@ -313,6 +313,10 @@ class TurnServer:
                 raise ValueError("it was not asked to sleep")
             peer.sleeps_since_ns = 0
             peer.device.residence.slept(id(peer), _amount(message["slept"]))
+            self._schedule(peer.device)
+        elif "stays" in message:  # nobody waits for its memory any more, and it is asked again after its next turn
+            peer.sleeps_since_ns = 0
+            peer.device.residence.leave(id(peer))
             self._schedule(peer.device)
         elif _whole(message["give"]) == peer.number and peer.side is not None:
             self._end(peer, _amount(message["work"]))

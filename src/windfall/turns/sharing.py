@@ -26,7 +26,7 @@ their batches together, and then all wait for their trainers (docs/sim.md has th
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Claim:
     """A turn that a process waits for, or has."""
 
     job: str
@@ -54,7 +54,7 @@ class Sharing:
 
     >>> sharing = Sharing()
     >>> sharing.set_terms("a", share=2.0); sharing.set_terms("b")
-    >>> waiting = [Turn("a", "rollout", 0.0), Turn("b", "rollout", 0.0)]
+    >>> waiting = [Claim("a", "rollout", 0.0), Claim("b", "rollout", 0.0)]
     >>> for turn in waiting: sharing.begin(turn.job, 0.0)
     >>> order = ""
     >>> for _ in range(6):
@@ -108,11 +108,11 @@ class Sharing:
         self._last[own.priority] = max(self._last.get(own.priority, 0.0), own.pass_s)
         own.pass_s += seconds / own.share
 
-    def next(self, waiting: Iterable[Turn], now_s: float) -> Turn | None:
+    def next(self, waiting: Iterable[Claim], now_s: float) -> Claim | None:
         """Which of these turns begins next. Of one job, training comes before rollout, then what waits longest."""
         return min(waiting, key=lambda turn: self._order(turn, now_s), default=None)
 
-    def yields_in_s(self, held: Turn, waiting: Iterable[Turn], now_s: float) -> float:
+    def yields_in_s(self, held: Claim, waiting: Iterable[Claim], now_s: float) -> float:
         """After how many seconds the process with this turn should give it to one of those that wait. Infinite
         if none of them should have it now."""
         first = self.next(waiting, now_s)
@@ -137,7 +137,7 @@ class Sharing:
         part = own.share / max(own.share, sum(j.share for j in active))
         return now_s + own.left_s / part > own.deadline_s
 
-    def _order(self, turn: Turn, now_s: float) -> tuple[int, bool, float, str, bool, float]:
+    def _order(self, turn: Claim, now_s: float) -> tuple[int, bool, float, str, bool, float]:
         return *self._rank(turn.job, now_s), turn.job, turn.kind != "train", turn.since_s
 
     def _rank(self, job: str, now_s: float) -> tuple[int, bool, float]:

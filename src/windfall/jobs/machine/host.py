@@ -90,7 +90,7 @@ class DeviceHost:
             self.turns.forget(job)
 
     def expect(self, job: str, left_s: float | None) -> None:
-        """The job will need so many more seconds."""
+        """Record how many more seconds the job will need; None: not known."""
         if job in self._keys and left_s is not None:
             self.turns.update(job, left_s=left_s)
 
@@ -121,8 +121,8 @@ def _table_price(place: Place) -> float:
 
 
 def environment(own: Mapping[str, str], *, token: str, directory: str = "", pin: Path | None = None) -> dict[str, str]:
-    """Of the processes of a job. `own`: what `DeviceHost.admit` returned. `directory`: where its modules may be. `pin`:
-    certificate of its controller."""
+    """Environment variables of the processes of a job. `own`: what `DeviceHost.admit` returned. `directory`: where its
+    modules may be. `pin`: certificate of its controller."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), directory)))
     more = {"PYTHONPATH": path, "WINDFALL_TLS_PIN": str(pin or "")}
     return {**os.environ, **own, "WINDFALL_TOKEN": token, **{key: value for key, value in more.items() if value}}

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from windfall import errors
 from windfall.errors import WindfallError
-from windfall.jobs.client import JobsClient, Refused
+from windfall.jobs.client import JobsClient, RequestRefused
 from windfall.jobs.machine import host as hosts
 from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
@@ -57,7 +57,7 @@ class JoinedMachine:
         self._workers: dict[str, asyncio.Task[None]] = {}
         """By job: what keeps its workers running."""
         self._missing_s: dict[str, float] = {}
-        """Since when the service does not name these jobs (loop time, seconds)."""
+        """When the service first left out these jobs (monotonic time, seconds)."""
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -71,7 +71,7 @@ class JoinedMachine:
                         self._follow(await asyncio.to_thread(self._report))
                         answered_s, accepted = time.monotonic(), True
                     except WindfallError as e:
-                        if time.monotonic() - answered_s > GONE_S or (isinstance(e, Refused) and not accepted):
+                        if time.monotonic() - answered_s > GONE_S or (isinstance(e, RequestRefused) and not accepted):
                             raise
                         print(f"{e.what}; trying again", flush=True)
                     with contextlib.suppress(TimeoutError):

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from aiohttp import web
 
 from windfall import html_page
 from windfall import run_folder as folders
-from windfall.html_page import HEADERS
+from windfall.html_page import HEADERS, Handler
 from windfall.jobs.views.device_history import BUCKETS, WINDOWS_S, DeviceHistory
 from windfall.link import auth
 
@@ -35,9 +33,6 @@ STATIC = Path(__file__).parent / "static"
 READ_S = 0.9
 MOST_BYTES = 16 << 20
 """Turns are read from the last bytes of their file: about 150,000 turns."""
-REFUSAL_S = 0.5
-"""Seconds until a request with a wrong key is answered."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def link(url: str, token: str) -> str:
@@ -93,18 +88,7 @@ class JobsPage:
 
     def handlers(self) -> dict[str, Handler]:
         paths: dict[str, Handler] = {"/page": self._page, "/page/data": self._data}
-        return {path: self._guarded(handler) for path, handler in paths.items()}
-
-    def _guarded(self, handler: Handler) -> Handler:
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            given = request.query.get("key", "")
-            if not hmac.compare_digest(given.encode(errors="replace"), self._key.encode()):
-                await asyncio.sleep(REFUSAL_S)
-                text = "This page needs its key. Use the complete link that `windfall up` printed.\n"
-                return web.Response(status=403, text=text, headers=HEADERS)
-            return await handler(request)
-
-        return guarded
+        return html_page.guarded(paths, self._key)
 
     async def _page(self, request: web.Request) -> web.Response:
         del request

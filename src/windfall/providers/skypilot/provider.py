@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.processes.process import EXIT_NO_CONTROLLER, EXIT_REFUSED
-from windfall.providers.job_queue import COMMAND_TIMEOUT_S, Job, command
+from windfall.providers.job_queue import COMMAND_TIMEOUT_S, ClusterJob, command
 from windfall.providers.skypilot.section import SkyPilot
 from windfall.providers.source_part import Employer
 from windfall.providers.worker_command import TLS_PIN, TOKEN, shell
@@ -74,7 +74,7 @@ class SkyPilotQueue:
                     raise
         return ids
 
-    async def jobs(self) -> Mapping[str, Job]:
+    async def jobs(self) -> Mapping[str, ClusterJob]:
         return parse_states(await self._rows())
 
     async def _rows(self) -> list[dict[str, Any]]:
@@ -132,20 +132,20 @@ def parse_queue(text: str) -> list[dict[str, Any]]:
         raise OSError(f"sky jobs queue did not print JSON: {e}") from e
 
 
-def parse_states(rows: Iterable[dict[str, Any]]) -> dict[str, Job]:
+def parse_states(rows: Iterable[dict[str, Any]]) -> dict[str, ClusterJob]:
     """The jobs by name. Of several with one name, the newest that has not ended counts, otherwise the newest.
 
     >>> parse_states([{"job_id": 1, "job_name": "a", "status": "FAILED"}])
-    {'a': Job(code=3, waiting=False, leaving=False)}
+    {'a': ClusterJob(code=3, waiting=False, leaving=False)}
     """
 
     def rank(row: dict[str, Any]) -> tuple[bool, int]:
         return _exit_code(str(row.get("status") or "")) is None, row.get("job_id") or 0
 
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ClusterJob] = {}
     for row in sorted(rows, key=rank):
         status = str(row.get("status") or "")
-        jobs[str(row.get("job_name"))] = Job(_exit_code(status), status in WAITING, status == CANCELING)
+        jobs[str(row.get("job_name"))] = ClusterJob(_exit_code(status), status in WAITING, status == CANCELING)
     return jobs
 
 

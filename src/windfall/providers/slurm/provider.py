@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from windfall.errors import WindfallError
-from windfall.providers.job_queue import Job, command
+from windfall.providers.job_queue import ClusterJob, command
 from windfall.providers.slots import slot_of
 from windfall.providers.slurm.section import Slurm
 from windfall.providers.source_part import Employer
@@ -54,7 +54,7 @@ class SlurmQueue:
         array = out.strip().partition(";")[0]  # with several clusters: id;cluster
         return {worker: f"{array}_{slot_of(worker)}" for worker in workers}
 
-    async def jobs(self) -> Mapping[str, Job]:
+    async def jobs(self) -> Mapping[str, ClusterJob]:
         # By name: squeue fails for a list of ids if one of them has expired.
         columns = "ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|"
         mine = [f"--name={self.run.label}", f"--user={getpass.getuser()}"]
@@ -71,19 +71,19 @@ async def _run(*argv: str, env: Mapping[str, str] | None = None) -> str:
     return await command(*argv, where="fleet.slurm", fix=FIX, env=env)
 
 
-def parse_states(text: str) -> dict[str, Job]:
+def parse_states(text: str) -> dict[str, ClusterJob]:
     """The jobs in the output of squeue.
 
     >>> parse_states("4711|3|FAILED|768|\\n4711|4|RUNNING|0|\\n")["4711_3"]
-    Job(code=3, waiting=False, leaving=False)
+    ClusterJob(code=3, waiting=False, leaving=False)
     """
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ClusterJob] = {}
     for line in text.splitlines():
         array, task, state, code, *_ = [*(part.strip() for part in line.split("|")), "", "", "", ""]
         if state in ENDED:
-            jobs[f"{array}_{task}"] = Job(code=_exit_code(state, code))
+            jobs[f"{array}_{task}"] = ClusterJob(code=_exit_code(state, code))
         else:
-            jobs[f"{array}_{task}"] = Job(waiting=state in WAITING | LOST, leaving=state == "COMPLETING")
+            jobs[f"{array}_{task}"] = ClusterJob(waiting=state in WAITING | LOST, leaving=state == "COMPLETING")
     return jobs
 
 

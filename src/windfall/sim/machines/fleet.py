@@ -21,7 +21,7 @@ from windfall.sim.core.draws import uniform
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines.turn import FREE, Turn, TurnTaker
+from windfall.sim.machines.turn import FREE, SimTurn, TurnTaker
 from windfall.sim.machines.weight_store import StoreNetwork
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
 from windfall.step_time import StepTime
@@ -57,7 +57,7 @@ class SimFleet:
         self.stays: list[Stay] = []
         """Stays of all machines of the trace so far."""
         self.make_link: Callable[..., SimLink] = SimLink
-        self.turn_of: Callable[[str, TurnTaker], Turn] = lambda device, taker: FREE
+        self.turn_of: Callable[[str, TurnTaker], SimTurn] = lambda device, taker: FREE
         """The turn of a device, by its name: LOCAL is the trainer's machine."""
         self._starts: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
-from windfall.sim.machines.turn import FREE, Turn
+from windfall.sim.machines.turn import FREE, SimTurn
 from windfall.sim.machines.weight_store import MAX_DELTAS, WeightStore
 from windfall.sim.machines.worker import SimWorker
 from windfall.step_time import StepTime
@@ -86,7 +86,7 @@ class LinkedTrainer:
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time from which it is paid for."""
-        self.turn: Turn = FREE
+        self.turn: SimTurn = FREE
         """The turn of its device."""
         self._granted: asyncio.Future[None] | None = None
         self.trained_tokens = 0

@@ -18,7 +18,7 @@ class TurnTaker(Protocol):
         ...
 
 
-class Turn(Protocol):
+class SimTurn(Protocol):
     def take(self) -> bool:
         """True: it has the turn. False: `turn_granted` follows."""
         ...

@@ -23,7 +23,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
 from windfall.sim.machines.prefix_cache import PrefixCache
-from windfall.sim.machines.turn import FREE, Turn
+from windfall.sim.machines.turn import FREE, SimTurn
 from windfall.sim.machines.weight_store import StoreNetwork, WeightReading, WeightStore
 from windfall.step_time import StepTime
 from windfall.types import Lease
@@ -87,7 +87,7 @@ class SimWorker:
         """`started_s`: time from which the machine is paid for (loop time, seconds)."""
         self.spec, self._token_schedule, self._attend, self._started_s = spec, token_schedule, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self.turn: Turn = FREE
+        self.turn: SimTurn = FREE
         """The turn of its device."""
         self._held: dict[str, tuple[int, str]] = {}
         """By policy: version and digest of its weights."""

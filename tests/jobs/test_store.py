@@ -102,7 +102,7 @@ def test_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> N
 def test_turn_log_keeps_the_newest(tmp_path: Path) -> None:
     log = TurnLog(tmp_path / "turns.jsonl", most_bytes=200)
     for number in range(30):
-        log.add({"device": "gpu0", "start_s": number})
+        log.add([{"device": "gpu0", "start_s": number}])
     log.close()
     lines = [(tmp_path / name).read_text().splitlines() for name in ("turns.jsonl.1", "turns.jsonl")]
     assert 0 < len(lines[0] + lines[1]) < 30

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 
 from windfall.turns.client import SharedDevice
 from windfall.turns.server import TurnServer
+from windfall.turns.server_thread import TurnServerThread
 
 WAIT_S = 30.0
 T = TypeVar("T")
@@ -36,32 +35,23 @@ class Served:
         self.path, self.devices, self.options = path, devices, options
         self.turns: list[dict[str, Any]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
         self.start()
 
     def start(self) -> None:
-        async def start() -> None:
-            self.server = TurnServer(
-                self.devices, log=self.turns.append, on_event=lambda *event: self.events.append(event), **self.options
-            )
-            for job in "abc":
-                self.server.register(f"key-{job}", job)
-            await self.server.start(self.path)
-
-        asyncio.run_coroutine_threadsafe(start(), self.loop).result(WAIT_S)
+        self.server = TurnServer(
+            self.devices, log=self.turns.append, on_event=lambda *event: self.events.append(event), **self.options
+        )
+        for job in "abc":
+            self.server.register(f"key-{job}", job)
+        self._thread = TurnServerThread(self.server)
+        self._thread.start(self.path)
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.server.close(), self.loop).result(WAIT_S)
+        self._thread.close()
 
     def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The result of the function, which is called in the server's loop."""
-
-        async def run() -> T:
-            return function(*args, **options)
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+        """The result of the function, which is called in the server's thread."""
+        return self._thread.call(function, *args, **options)
 
     def snapshot(self) -> dict[str, Any]:
         return self.call(self.server.snapshot)
@@ -95,6 +85,3 @@ def served(path: Path, devices: tuple[str, ...] = ("gpu",), **options: Any) -> I
         yield own
     finally:
         own.stop()
-        own.loop.call_soon_threadsafe(own.loop.stop)
-        own.thread.join(WAIT_S)
-        own.loop.close()

@@ -59,7 +59,6 @@ class Service:
             settings,
             self.folder / "fork_server.log",
             preload=f"windfall.run.preload:preload_runs:{self.store.folder}",
-            on_turn=self.turn_log.add,
             on_event=self._on_turn_event,
         )
         self.bill = Bill.load(self.folder / "bill.json")
@@ -70,7 +69,7 @@ class Service:
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adding = asyncio.Lock()
-        self._turns = self.host.turns.snapshot()
+        self._turns = self.host.turns()
         """Who has a device now, and who waits for it."""
         self._tokens: dict[str, str] = {}
         self._usd: dict[str, float] = {}
@@ -304,7 +303,7 @@ class Service:
         return f"its turn on {', '.join(waits)}" if waits else ""
 
     def snapshot(self) -> dict[str, Any]:
-        self._turns = self.host.turns.snapshot()
+        self._turns = self.host.turns()
         used, now_held = self.bill.devices(), self._turns["devices"]
         devices: dict[str, Any] = {}
         for name, jobs in used.items():
@@ -321,7 +320,9 @@ class Service:
         }
 
     def _write(self) -> None:
-        """A full disk loses nothing: the next look writes everything again."""
+        """A full disk loses nothing but turns of the timeline: the next look writes everything else again. A slow disk
+        delays what the service does, but no turn (turns/server_thread.py)."""
+        self.turn_log.add(self.host.ended_turns())
         try:
             folders.replace(self.folder / "bill.json", json.dumps(self.bill.to_dict()))
             folders.replace(self.folder / "jobs.json", json.dumps(self.snapshot()))

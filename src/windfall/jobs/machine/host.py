@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,11 @@ from windfall.processes.fork_client import ForkClient
 from windfall.processes.process import Handle
 from windfall.turns.client import KEY, SOCKET
 from windfall.turns.server import MAX_PATH_BYTES, TurnServer
+from windfall.turns.server_thread import TurnServerThread
 from windfall.types import Lease
+
+MOST_ENDED = 20_000
+"""Turns that have ended and were not asked for yet: minutes of a busy machine."""
 
 
 class DeviceHost:
@@ -33,11 +38,10 @@ class DeviceHost:
         log: Path,
         *,
         preload: str,
-        on_turn: Callable[[dict[str, Any]], None] = lambda turn: None,
         on_event: Callable[[str, Mapping[str, Any]], None] = lambda event, fields: None,
     ) -> None:
         """`log`: of the process that workers are forked from. `preload`: what that process does first, as
-        module:function:argument. `on_turn`: gets every turn that has ended."""
+        module:function:argument. `on_event`: see TurnServer; it is called in the event loop that enters this."""
         self.places, self.trainers = places(settings)
         self.price_usd_per_h = settings.price_usd_per_h or _table_price(self.places[0])
         self.life = secrets.token_hex(8)
@@ -46,11 +50,16 @@ class DeviceHost:
         self._socket = log.with_name("turns.socket")
         self._stack = contextlib.AsyncExitStack()
         self._keys: dict[str, str] = {}
-        self.turns = TurnServer(
-            [place.name for place in self.places], on_event=on_event, log=on_turn,
+        self._ended: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
+        """Turns that have ended, until someone asks for them."""
+        self._on_event = on_event
+        self._turns = TurnServer(
+            [place.name for place in self.places], on_event=self._hand_over, log=self._ended.append,
             co_running=settings.co_running, slice_s=settings.slice_s, limit_s=settings.turn_limit_s,
             state_bytes=int(settings.trainer_state_gb * 1e9),
         )  # fmt: skip
+        self._thread = TurnServerThread(self._turns)
+        self._loop: asyncio.AbstractEventLoop | None = None
         co_runs = settings.co_running and self.places[0].device == "cuda"
         self._mps = Mps(log.with_name("mps.log"), os.environ) if co_runs else None
 
@@ -60,8 +69,9 @@ class DeviceHost:
                 self._socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windfall-"))) / "turns"
             if self._mps is not None:
                 await stack.enter_async_context(self._mps)
-            await self.turns.start(self._socket)
-            stack.push_async_callback(self.turns.close)
+            self._loop = asyncio.get_running_loop()
+            self._thread.start(self._socket)
+            stack.callback(self._thread.close)
             stack.push_async_callback(self.forks.close)
             warming = asyncio.create_task(self._warm())
             stack.callback(warming.cancel)
@@ -81,22 +91,37 @@ class DeviceHost:
         if job not in self._keys:
             self._keys[job] = secrets.token_urlsafe(24)
             deadline = deadline_s or None
-            self.turns.register(self._keys[job], job, share=share, priority=priority, deadline=deadline)
+            terms = {"share": share, "priority": priority, "deadline": deadline}
+            self._thread.call(self._turns.register, self._keys[job], job, **terms)
         shared = {} if self._mps is None else self._mps.environment
         return {**shared, SOCKET: str(self._socket), KEY: self._keys[job]}
 
     def forget(self, job: str) -> None:
         if self._keys.pop(job, None):
-            self.turns.forget(job)
+            self._thread.call(self._turns.forget, job)
 
     def expect(self, job: str, left_s: float | None) -> None:
         """Record how many more seconds the job will need; None: not known."""
         if job in self._keys and left_s is not None:
-            self.turns.update(job, left_s=left_s)
+            self._thread.call(self._turns.update, job, left_s=left_s)
 
     def times(self) -> Times:
         """What the devices were used for since this process began."""
-        return self.turns.charged()
+        return self._thread.call(self._turns.charged)
+
+    def turns(self) -> dict[str, Any]:
+        """Who has which device, and who waits for it."""
+        return self._thread.call(self._turns.snapshot)
+
+    def ended_turns(self) -> list[dict[str, Any]]:
+        """The turns that have ended since the last call; the newest MOST_ENDED."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def _hand_over(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Runs in the thread of the turns, which must not wait for what others do with an event."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # that loop has ended
+                self._loop.call_soon_threadsafe(self._on_event, event, fields)
 
     def forks_of(self, job: str) -> JobForks:
         return JobForks(self.forks, job)

@@ -56,7 +56,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve", "sft", "jobs"},
+    {"page", "serve", "sft", "jobs", "tinker"},
     {"sim"},
     {"plan"},
 ]

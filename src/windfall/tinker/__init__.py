@@ -1,0 +1,1 @@
+"""A server of the Tinker API: your own training loop on windfall's fleet (docs/tinker.md)."""

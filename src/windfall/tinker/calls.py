@@ -1,0 +1,229 @@
+"""What clients ask of the server and what it answers: the seam between the wire (wire/) and the service (service.py).
+
+A *call* is a request that takes time. The service journals it, answers with an id at once, and performs it later: its
+*outcome* can be asked for with that id, also after a restart of the server.
+
+    call                              result          performed
+    CreateModel, UnloadModel          ModelReady      in the order of arrival
+    Forward, ForwardBackward          Scored          in the order of `seq` of the model
+    OptimStep                         Stepped         "
+    SaveWeights, SaveForSampler       WeightsSaved    "
+    LoadWeights                       ModelReady      "
+    SampleCall                        Sampled         together with others
+
+A call that is made again with the same model or sampler and the same `seq` gets the id of the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from windfall.algorithms.given import Loss
+from windfall.training import Adam, Sample
+from windfall.types import Sampling
+
+Metadata = dict[str, str]
+
+
+class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter of a model."""
+
+    rank: int
+    seed: int = 0
+    attn: bool = True
+    """Adapt the attention layers."""
+    mlp: bool = True
+    unembed: bool = True
+    """Adapt the head."""
+
+
+class CallBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The common base."""
+
+
+class CreateModel(CallBase, frozen=True):
+    session: str
+    seq: int
+    """Number of the model in its session."""
+    base: str
+    """Name of the base model, as the server serves it; may be empty with `path`."""
+    lora: LoraSpec | None = None
+    """None: that of `path`."""
+    path: str = ""
+    """Start with these weights instead of new ones."""
+    optimizer: bool = False
+    """With `path`: also take the state of its optimizer."""
+    metadata: Metadata = {}
+
+
+class UnloadModel(CallBase, frozen=True):
+    model: str
+
+
+class Forward(CallBase, frozen=True):
+    model: str
+    seq: int
+    samples: tuple[Sample, ...]
+    loss: Loss
+
+
+class ForwardBackward(CallBase, frozen=True):
+    model: str
+    seq: int
+    samples: tuple[Sample, ...]
+    loss: Loss
+
+
+class OptimStep(CallBase, frozen=True):
+    model: str
+    seq: int
+    adam: Adam
+
+
+class SaveWeights(CallBase, frozen=True):
+    """Save a checkpoint to continue from, with the state of the optimizer."""
+
+    model: str
+    seq: int
+    name: str
+    ttl_s: float | None = None
+    """Seconds after which it is deleted. None: never."""
+    metadata: Metadata = {}
+
+
+class SaveForSampler(CallBase, frozen=True):
+    """Save weights to sample from."""
+
+    model: str
+    seq: int
+    name: str = ""
+    """Empty: they exist as long as the sampler that is made with them."""
+    sampler_seq: int | None = None
+    """Without a name: the number of the sampler in its session."""
+    live: bool = False
+    """Without a name: all samplers of this kind follow the newest save of the model."""
+    ttl_s: float | None = None
+    metadata: Metadata = {}
+
+
+class LoadWeights(CallBase, frozen=True):
+    model: str
+    seq: int
+    path: str
+    optimizer: bool = False
+
+
+class SampleCall(CallBase, frozen=True):
+    sampler: str
+    """A sampling session; the service makes one for calls that name weights instead (`sampler_for`)."""
+    seq: int
+    prompt: tuple[int, ...]
+    n: int
+    max_tokens: int | None
+    """None: as many as fit."""
+    sampling: Sampling
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    prompt_top_k: int = 0
+
+
+ModelCall = Forward | ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights
+Call = CreateModel | UnloadModel | ModelCall | SampleCall
+
+
+class ModelReady(CallBase, frozen=True):
+    model: str
+    path: str = ""
+    """The weights that were loaded."""
+
+
+class Scored(CallBase, frozen=True):
+    logprobs: tuple[np.ndarray, ...]
+    """Of each sample: the log-prob of each of its targets (float64)."""
+    metrics: dict[str, float]
+
+
+class Stepped(CallBase, frozen=True):
+    metrics: dict[str, float]
+
+
+class WeightsSaved(CallBase, frozen=True):
+    path: str
+    sampler: str = ""
+    """The sampling session that was made with them, if they have no name."""
+
+
+class SampledSequence(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stopped: bool
+    """It ended with a stop token or a stop text, not at the limit."""
+
+
+class Sampled(CallBase, frozen=True):
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: np.ndarray | None = None
+    """Log-prob of each token of the prompt (float64); NaN for the first one."""
+    prompt_top_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each token of the prompt: the most likely tokens in its place; empty for the first one."""
+    prompt_top_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+Result = ModelReady | Scored | Stepped | WeightsSaved | Sampled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    why: str = ""
+    """What the call waits for; "" if it is being performed or is next."""
+    state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    result: Result
+    size: int
+    """Bytes of the result."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """The call was refused or failed; it changed nothing."""
+
+    message: str
+    user: bool = True
+    """The caller can correct it."""
+
+
+Outcome = Pending | Done | Failed
+
+
+class Refusal(Exception):
+    """A request that the server refuses at once. The message says what was wrong, where, and how to correct it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        """`status`: of HTTP."""
+        super().__init__(message)
+        self.status = status
+
+
+def _encode_array(value: object) -> tuple[str, bytes]:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"cannot be encoded: {type(value).__name__}")
+    return value.dtype.str, value.tobytes()
+
+
+def _decode_array(kind: type, value: Any) -> np.ndarray:
+    dtype, data = value
+    return np.frombuffer(data, np.dtype(dtype))
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+decode_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_array).decode
+decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_hook=_decode_array).decode

@@ -172,6 +172,22 @@ def test_training_is_not_interrupted_and_a_taker_that_leaves_is_forgotten() -> N
     on_device(body)
 
 
+def test_time_in_which_others_want_the_device_is_counted() -> None:
+    async def body(device: SimDevice, _: DeviceAccounts) -> None:
+        a, b = (JobTurn(device, job, "rollout", Taker()) for job in "ab")
+        assert a.take()
+        await asyncio.sleep(1.0)
+        assert not b.take()
+        await asyncio.sleep(2.0)
+        a.give()
+        await asyncio.sleep(4.0)
+        b.give()
+        await asyncio.sleep(8.0)
+        assert (a.contended_s, b.contended_s) == (6.0, 3.0)
+
+    on_device(body)
+
+
 def test_turn_given_before_its_taker_heard_of_it_goes_to_the_next() -> None:
     async def body(device: SimDevice, _: DeviceAccounts) -> None:
         takers = Taker(), Taker(), Taker()

@@ -64,6 +64,36 @@ def test_a_turn_passes_from_one_process_to_the_next(server: Served) -> None:
     assert turns[0]["start_s"] < turns[0]["end_s"] <= turns[1]["start_s"] + 0.001
 
 
+def test_a_process_knows_for_how_long_other_jobs_want_its_device(server: Served) -> None:
+    """Whether it has the turn, waits for it, or has nothing to do. Jobs with a lower priority do not count, and neither
+    does its own trainer."""
+    a, b, trainer = server.client("a"), server.client("b"), server.client("a", "train")
+    with closed(a, b, trainer):
+        assert a.take(WAIT_S)
+        assert not trainer.take(0.05)
+        assert a.contended_s == 0.0
+        began_s = time.monotonic()
+        assert not b.take(0.05)
+        until(lambda: a.contended_s >= 0.05, "the holder to hear of the other job")
+        assert b.contended_s > 0.0, "it waits for the other job"
+        a.give()
+        trainer.give()
+        assert b.take(WAIT_S)
+        idle_s = a.contended_s
+        until(lambda: a.contended_s > idle_s, "time of the other job's turn")
+        server.call(server.server.update, "a", priority=1)
+        until(lambda: _stands_still(a), "a lower priority to count no more")
+        assert a.contended_s <= time.monotonic() - began_s
+        b.give()
+        until(lambda: _stands_still(b), "the end of all other turns")
+
+
+def _stands_still(client: SharedDevice) -> bool:
+    before_s = client.contended_s
+    time.sleep(0.02)
+    return client.contended_s == before_s
+
+
 def test_who_does_not_wait_any_more_gets_no_turn(server: Served) -> None:
     a, b = server.client("a"), server.client("b")
     with closed(a, b):

@@ -201,6 +201,7 @@ class EngineThread:
             accepted=counters.accepted,
             decode_s=counters.decode_s,
             undrafted_s=counters.undrafted_s,
+            contended_s=self._turn.contended_s,
         )
 
     # The methods below run in the thread.

@@ -30,7 +30,7 @@ from windfall.algorithms.given import Loss
 from windfall.training import Adam, Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 18
+PROTOCOL = 19
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -368,6 +368,7 @@ class Stats(Message, frozen=True, tag=16):
     undrafted_s: float = 0.0  # time that the same tokens would have taken without drafts, by estimate
     sent_bytes: int = 0  # bytes of weights sent to other workers
     policy: str = ""  # the policy of the load that `loading` describes
+    contended_s: float = 0.0  # seconds in which another job wanted the device of this worker, or had it
 
 
 class Capacity(Message, frozen=True, tag=40):

@@ -5,6 +5,8 @@ when it has nothing to do or another process should go on. The server of the mac
             ── {"take": n, "rows": r, "bytes": b} ──▶            b: bytes of its state that can sleep
             ◀── {"turn": n} ──                                   the turn has begun
             ◀── {"wanted": n} ──                                 give it after this step
+            ◀── {"others": b} ──                                 only for rollout, when it changes: another job waits
+                                                                for the device or has it
             ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
             ◀── {"sleep": true} ──                               only to a trainer without the turn: free the device's
             ── {"slept": s} ──▶                                  memory; it took s seconds
@@ -53,6 +55,11 @@ class DeviceTurn(Protocol):
         """Whether another process should have the turn now."""
         ...
 
+    @property
+    def contended_s(self) -> float:
+        """Seconds, since this process first asked for a turn, in which another job waited for the device or had it."""
+        ...
+
     def close(self) -> None:
         """End the turn and the connection."""
         ...
@@ -76,6 +83,7 @@ class _Free:
     """A device that the process does not share."""
 
     wanted = False
+    contended_s = 0.0
 
     def take(self, wait_s: float, rows: int = 0) -> bool:
         return True
@@ -127,6 +135,9 @@ class SharedDevice:
         self._socket: socket.socket | None = None
         self._reader: threading.Thread | None = None
         self._asked = self._has = self._wanted = self._closed = False
+        self._contended_s = 0.0
+        self._others_since_s: float | None = None
+        """Since when another job waits for the device or has it; None: none does."""
         self._number = self._rows = self._bytes = 0
         self._said = ""
 
@@ -161,6 +172,12 @@ class SharedDevice:
     @property
     def wanted(self) -> bool:
         return self._wanted
+
+    @property
+    def contended_s(self) -> float:
+        with self._changed:
+            since_s = self._others_since_s
+            return self._contended_s + (0.0 if since_s is None else time.monotonic() - since_s)
 
     def close(self) -> None:
         self.give()
@@ -202,6 +219,7 @@ class SharedDevice:
             except Exception as e:  # fault boundary: whatever a server sends, this thread connects again
                 with self._changed:
                     self._socket, self._has, self._wanted = None, False, False
+                    self._others(False)
                     if self._changed.wait_for(lambda: self._closed, backoff.delay_s(
                         failures, first_s=FIRST_RETRY_S, limit_s=MOST_RETRY_S
                     )):  # fmt: skip
@@ -216,11 +234,19 @@ class SharedDevice:
         with self._changed:
             if "refused" in message:
                 raise ConnectionError(f"refused: {message['refused']}")
+            if "others" in message:
+                self._others(bool(message["others"]))
             if self._asked and message.get("turn") == self._number:
                 self._has, self._said = True, ""
                 self._changed.notify_all()
             elif message.get("wanted") == self._number:
                 self._wanted = self._has
+
+    def _others(self, others: bool) -> None:
+        now_s = time.monotonic()
+        if self._others_since_s is not None:
+            self._contended_s += now_s - self._others_since_s
+        self._others_since_s = now_s if others else None
 
     def _sleep(self, state: CanSleep) -> None:
         """This process has no turn until the answer, so its own thread leaves the state alone meanwhile."""
@@ -258,6 +284,10 @@ class SharedDevices:
     @property
     def wanted(self) -> bool:
         return any(turn.wanted for turn in self._turns)
+
+    @property
+    def contended_s(self) -> float:
+        return max(turn.contended_s for turn in self._turns)
 
     def close(self) -> None:
         for turn in reversed(self._turns):

@@ -81,6 +81,8 @@ class _Peer:
     """How long the turn was alone (None), and beside which sides."""
     state_bytes: int = 0
     """What its state needs on the device; 0: it has none that can sleep."""
+    others: bool = False
+    """What it was told last: whether another job waits for the device or has it."""
     sleeps_since_ns: int = 0
     """When its state was asked to sleep; 0: it was not, or has answered."""
 
@@ -294,6 +296,7 @@ class TurnServer:
         if pidfd >= 0:  # a child of it may hold the connection open after its end
             asyncio.get_running_loop().add_reader(pidfd, self._leave, peer)
         self._peers.add(peer)
+        self._tell_of_others(device)
         return peer
 
     def _hear(self, peer: _Peer, message: Mapping[str, Any]) -> None:
@@ -345,6 +348,7 @@ class TurnServer:
             return
         while (chosen := self._choose(device, now_ns / 1e9)) is not None:
             self._begin(chosen, now_ns)
+        self._tell_of_others(device)
         waiting, next_s = device.waiting, math.inf
         ready = self._ready(device, now_ns / 1e9)
         if len(ready) < len(waiting):
@@ -368,6 +372,16 @@ class TurnServer:
         device.timer = None
         if math.isfinite(next_s):
             device.timer = asyncio.get_running_loop().call_later(max(0.001, next_s), self._schedule, device)
+
+    def _tell_of_others(self, device: _Device) -> None:
+        """Tell those that generate whether another job, with no lower priority than theirs, wants the device."""
+        priorities = {peer.job: self._jobs[peer.job].priority for peer in device.peers}
+        for peer in self._peers_of(device):
+            own = self._jobs[peer.job].priority
+            others = any(job != peer.job and priority >= own for job, priority in priorities.items())
+            if peer.kind == "rollout" and peer.others != others:
+                peer.others = others
+                self._tell(peer, {"others": others})
 
     def _choose(self, device: _Device, now_s: float) -> _Peer | None:
         """The process that gets a turn now. A trainer whose state needs room first gets it when the others sleep."""

@@ -57,6 +57,17 @@ def test_any_message_ends_suspicion() -> None:
     assert ticks(members, 5.25, 7.75) == []
 
 
+def test_share_of_time_in_which_others_want_a_device_follows_the_heartbeats() -> None:
+    """Half of what it was counts, and half of the newest heartbeat, at most all of its time."""
+    members = Members(PATIENCE)
+    member = ready(members, "a")
+    shares = []
+    for now_s, contended_s in ((1.0, 5.0), (2.0, 6.0), (3.0, 9.0), (4.0, 9.5), (5.0, 9.5), (6.0, 0.0)):
+        members.seen("a", now_s, Stats(running=1, made=1, steps=1, idle_s=0.0, contended_s=contended_s))
+        shares.append(member.contended)
+    assert shares == [0.0, 0.5, 0.75, 0.625, 0.3125, 0.15625]
+
+
 def test_silent_worker_becomes_suspect_then_gone() -> None:
     members = Members(PATIENCE)
     ready(members, "a")

@@ -38,6 +38,8 @@ LOADING_S = {"build": 960.0, "swap": 150.0}
 """Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/worker_link.py)."""
 LEAVING_S = 20.0
 """Maximum seconds from the Drain message until the worker has left; it should take 8 s at most."""
+NEWEST = 0.5
+"""Weight of the newest heartbeat in the share of time in which a device is contended."""
 
 
 UNKNOWN_ENGINE = Capabilities()
@@ -213,6 +215,8 @@ class Member:
     """When its last tokens arrived (loop time, seconds)."""
     moved: int = 0
     """Unfinished responses that it lost or released."""
+    contended: float = 0.0
+    """Share of about the last two heartbeats in which another job waited for its device or had it."""
     tok_per_s: float = 0.0
     """Tokens per second over the last second or more."""
     why: str = ""
@@ -220,6 +224,8 @@ class Member:
     preempted: bool = False
     """Its machine was taken away, with or without a notice."""
     _rate_from: tuple[float, int] = field(default=(0.0, 0))
+    _stats_s: float = 0.0
+    """When its last Stats arrived (loop time, seconds)."""
 
     @property
     def local(self) -> bool:
@@ -364,6 +370,9 @@ class Members:
             if before is not None:  # a worker sends its first Stats before it has any work from this controller
                 self.prefill.add(before, stats)
                 self.drafts.add(before, stats)
+                share = (stats.contended_s - before.contended_s) / max(1e-3, now_s - member._stats_s)
+                member.contended += NEWEST * (max(0.0, min(1.0, share)) - member.contended)
+            member._stats_s = now_s
             if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
                 member.progress_s = now_s
             since_s, generated = member._rate_from

@@ -29,6 +29,10 @@ class JobTurn:
     def give(self) -> None:
         self.device.give(self)
 
+    @property
+    def contended_s(self) -> float:
+        return self.device.contended_s(self.job)
+
 
 class SimDevice:
     def __init__(self, name: str, jobs: Iterable[str], accounts: DeviceAccounts, slice_s: float) -> None:
@@ -42,12 +46,16 @@ class SimDevice:
         """The turn that the holder has."""
         self._used_s = 0.0
         """The time until which the present turn is part of what its job has used (loop time, seconds)."""
+        self._contended_s = dict.fromkeys(jobs, 0.0)
+        """By job: seconds in which another one waited for the device or had it, until `_counted_s`."""
+        self._counted_s = self._loop.time()
         self._end: asyncio.TimerHandle | None = None
         """When the holder may have to give its turn."""
 
     def take(self, turn: JobTurn) -> bool:
         """True: it has the turn. False: it waits, and its taker is told when it has the turn."""
         if turn is not self._holder and turn not in self._waiting:
+            self._count()
             now_s = self._loop.time()
             self._waiting[turn] = Claim(turn.job, turn.kind, now_s)
             self._sharing.begin(turn.job, now_s)
@@ -59,6 +67,7 @@ class SimDevice:
 
     def give(self, turn: JobTurn) -> None:
         """End this turn, or its waiting."""
+        self._count()
         if self._waiting.pop(turn, None) is None and turn is not self._holder:
             return
         now_s = self._loop.time()
@@ -66,8 +75,7 @@ class SimDevice:
             self._settle()
             self._accounts.hold(self.name, {}, round(now_s * 1e9))
             self._holder = None
-        active = [*self._waiting] if self._holder is None else [*self._waiting, self._holder]
-        if all(other.job != turn.job for other in active):
+        if all(other.job != turn.job for other in self._active()):
             self._sharing.end(turn.job, now_s)
         first = self._sharing.next(self._waiting.values(), now_s)
         if self._holder is None and first is not None:
@@ -76,6 +84,20 @@ class SimDevice:
             self._loop.call_soon(self._tell, following)
         else:
             self._ask_holder()
+
+    def contended_s(self, job: str) -> float:
+        self._count()
+        return self._contended_s[job]
+
+    def _count(self) -> None:
+        now_s, jobs = self._loop.time(), {turn.job for turn in self._active()}
+        for job in self._contended_s:
+            if jobs - {job}:
+                self._contended_s[job] += now_s - self._counted_s
+        self._counted_s = now_s
+
+    def _active(self) -> list[JobTurn]:
+        return [*self._waiting] if self._holder is None else [*self._waiting, self._holder]
 
     def _grant(self, turn: JobTurn) -> None:
         now_s = self._loop.time()

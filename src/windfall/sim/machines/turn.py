@@ -27,9 +27,16 @@ class SimTurn(Protocol):
         """End the turn, or stop waiting for it. Does nothing if it is neither held nor awaited."""
         ...
 
+    @property
+    def contended_s(self) -> float:
+        """Seconds in which another job waited for the device or had it."""
+        ...
+
 
 class FreeTurn:
     """The turn of a device that only one job has."""
+
+    contended_s = 0.0
 
     def take(self) -> bool:
         return True

@@ -212,7 +212,8 @@ class SimWorker:
                         evictions=d.preemptions, waiting=len(d.waiting),
                         loading="pull" if reading else "", policy=reading.load.policy if reading else "",
                         pulled_bytes=round(self._pulled_bytes + received), reused_tokens=self._reused,
-                        prefilled=self._prefilled, lookups=self._lookups, hits=self._hits)
+                        prefilled=self._prefilled, lookups=self._lookups, hits=self._hits,
+                        contended_s=self.turn.contended_s)
             )  # fmt: skip
             self._loop.call_at(_next_multiple(now, self.spec.heartbeat_s), self._heartbeat, link)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -19,11 +20,14 @@ from tests.support.hashing_engine import Hashing
 from tests.support.turn_server import WAIT_S, Served, served, until
 from windfall.engine.base import Engine
 from windfall.engine.engine_thread import EngineThread
-from windfall.link.messages import Tokens, Work, columns
+from windfall.link.memory import MemoryLink, pair
+from windfall.link.messages import Assign, Load, Tokens, Work, columns
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.trainer.service import OwnEngine
 from windfall.turns.client import FREE
 from windfall.types import Chunk, Sampling
+from windfall.weights.pull import PulledWeights
+from windfall.worker.worker_link import MAX_QUEUED_FRAMES, WorkerLink
 
 
 @pytest.fixture
@@ -179,6 +183,53 @@ def test_all_tokens_of_a_turn_are_sent_before_it_ends(server: Served) -> None:
         a.tokens.clear()
         until(lambda: len(engine) == 0, "the response to end")
     b.close()
+
+
+def test_an_engine_has_no_turn_while_its_link_takes_no_tokens(server: Served) -> None:
+    """All tokens arrive in order once the link takes them again, also those that were computed when it stopped."""
+    count, engine = 4 * MAX_QUEUED_FRAMES, Late()
+    made = lambda: sum(engine.made.values())  # noqa: E731
+    positions: list[int] = []
+
+    async def read(link: MemoryLink, until_there_are: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(positions) < until_there_are:
+                if isinstance(frame := await link.receive(), Tokens):
+                    positions.extend(frame.positions)
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker", 1)
+        host, b = EngineThread(engine, 8, turn=server.client("a")), server.client("b")
+        host.start()
+        session = asyncio.create_task(WorkerLink(theirs, host, no_weights, heartbeat_s=60.0).serve())
+        try:
+            await ours.send(Assign(work=tuple(work(1, count))))
+            for enough in (0, MAX_QUEUED_FRAMES):
+                await read(ours, enough)
+                full = lambda: made() > len(positions) + MAX_QUEUED_FRAMES and not server.holder()  # noqa: E731
+                await asyncio.to_thread(until, full, "the engine to wait without the turn")
+            assert await asyncio.to_thread(b.take, WAIT_S)
+            before = made()
+            await read(ours, before)
+            await asyncio.to_thread(until, lambda: server.waiting() == ["a"], "the engine to ask for its turn")
+            assert made() == before, "it steps only in its turn"
+            b.give()
+            await read(ours, count)
+        finally:
+            await ours.close("over")
+            await asyncio.wait_for(asyncio.gather(session, return_exceptions=True), WAIT_S)
+            await asyncio.to_thread(host.close, WAIT_S)
+            b.close()
+        assert host.failed is None
+
+    asyncio.run(main())
+    assert positions == [*range(count)]
+    assert set(engine.made.values()) == {1}
+    assert sum(turn["work"] for turn in server.turns if turn["job"] == "a") == count
+
+
+def no_weights(load: Load, give_up: threading.Event) -> PulledWeights:
+    raise AssertionError("nothing is loaded")
 
 
 def test_trainer_and_its_own_engine_beside_another_job(server: Served) -> None:

@@ -6,7 +6,7 @@ Only this thread touches the engine. It also builds the engine if needed; orders
 orders when there is nothing to generate, and in `emit` while too many frames are unsent.
 
 An engine whose device is shared with other jobs steps only in its turn (turns/client.py). It keeps the turn until
-another process wants it, or there is nothing to generate.
+another process wants it, there is nothing to generate, or `emit` must wait.
 
 New weights are swapped in between two steps, like every order, so all tokens of one policy in a frame have the same
 version. A swap that raises WindfallError has changed nothing, and the engine goes on with the weights it has. After any
@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -63,6 +64,9 @@ class EngineThread:
         self.failed: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
+        self._unsent: deque[object] = deque()
+        """What `emit` gets next, in order."""
+        self._emitting = False
         self._running: dict[int, str] = {}
         """The policy of every response, by its handle."""
         self._paused = False
@@ -142,7 +146,7 @@ class EngineThread:
     def release(self, handles: tuple[int, ...]) -> None:
         """Give up these responses. All their tokens are emitted before the confirmation."""
         self._drop(handles)
-        self._emit(Released(handles=handles))
+        self._send(Released(handles=handles))
 
     @order
     def swap(
@@ -254,24 +258,45 @@ class EngineThread:
             self._give_turn()
         return TURN_WAIT_S if waiting else 0.0
 
+    def emit_waits(self) -> None:
+        """`emit` calls this in the engine's thread before it waits: others may have the device meanwhile."""
+        self._give_turn()
+
     def _give_turn(self) -> None:
         """The device has computed everything when the turn ends."""
         if self._turn is not FREE:
             for chunks in self.engine.collect():
-                self._stepped(chunks)
+                self._record(chunks)
+            self._flush()
             self._turn.give(self._generated - self._given)
             self._given = self._generated
 
     def _stepped(self, chunks: list[Chunk]) -> None:
+        self._record(chunks)
+        self._flush()
+
+    def _record(self, chunks: list[Chunk]) -> None:
         self._stepped_s = time.monotonic()
         self._steps += bool(chunks) or not self.waiting_for_trainer
         if chunks:
             self._generated += sum(len(c.tokens) for c in chunks)
             named = any(self.engine.versions)
-            self._emit(tokens_frame(chunks, self._running if named else None))
+            self._unsent.append(tokens_frame(chunks, self._running if named else None))
             for c in chunks:
                 if c.finish:
                     self._running.pop(int(c.id), None)
+
+    def _send(self, message: object) -> None:
+        self._unsent.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Emit everything that is unsent. A call from `emit_waits` leaves that to the call that waits."""
+        if not self._emitting:
+            self._emitting = True
+            while self._unsent:
+                self._emit(self._unsent.popleft())
+            self._emitting = False
 
     def _add(self, work: Work) -> None:
         if len(self.engine) == 0:
@@ -281,7 +306,7 @@ class EngineThread:
             self._running[work.handle] = work.policy
         except WindfallError as e:
             fits = len(work.prompt) // 4 + work.max_tokens <= self.longest
-            self._emit(Rejected(handle=work.handle, why=str(e), invalid=fits))
+            self._send(Rejected(handle=work.handle, why=str(e), invalid=fits))
 
     def _drop(self, handles: Iterable[int]) -> None:
         for handle in handles:

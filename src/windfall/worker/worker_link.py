@@ -140,9 +140,11 @@ class WorkerLink:
 
     def _emit(self, message: object) -> None:
         """Send a message from the engine's thread. Waits while too many frames are unsent and the link is open."""
-        while not self._room.acquire(timeout=0.1):
-            if self._over.is_set():
-                return
+        if not self._room.acquire(blocking=False):
+            self.host.emit_waits()
+            while not self._room.acquire(timeout=0.1):
+                if self._over.is_set():
+                    return
         self.say_from_thread(message)
 
     async def _send(self) -> None:

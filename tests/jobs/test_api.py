@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -13,13 +14,18 @@ from typing import Any
 
 import pytest
 
+from tests.jobs.test_views import shown
 from tests.support.job_service import RECIPE
+from tests.support.service_folder import turn
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
 from windfall.jobs.client import JobsClient
 from windfall.jobs.machine.join import JoinedMachine
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
+from windfall.jobs.turn_log import TurnLog
+from windfall.jobs.views import table
+from windfall.jobs.views.page import ServiceFiles
 
 SETTINGS = FleetSettings(devices="cpu", price_usd_per_h=3.6)
 
@@ -123,9 +129,8 @@ def test_metrics_and_jobs_say_what_was_spent(tmp_path: Path) -> None:
         client = JobsClient(url, service.token)
         client.post("/jobs", recipe=RECIPE, name="a", max_usd=2.0)
         hour = 3600 * 10**9
-        assert client.post("/machines/m", life="x", times={"gpu0": {"a": hour, "": hour}}, price_usd_per_h=2.0) == {
-            "jobs": []
-        }
+        said = client.post("/machines/m", life="x", times={"gpu0": {"a": hour, "": hour}}, price_usd_per_h=2.0)
+        assert said == {"jobs": [], "turns": 0}
         service._look()
         assert client.get("/jobs/a")["usd"] == 2.0
         assert client.get("/jobs")["devices"]["m/gpu0"]["used_s"] == {"a": 3600.0}
@@ -154,16 +159,69 @@ def test_machine_with_a_wrong_token_does_not_join(tmp_path: Path) -> None:
         client = JobsClient(url, "0123456789abcdef")
         machine = JoinedMachine(client, "m", SETTINGS, tmp_path)
         with pytest.raises(WindfallError, match="this token is not known"):
-            machine._report()
-        assert service.machines == {}
+            asyncio.run(machine._report())
+        assert service.machines.names == []
 
     asked(tmp_path, ask)
+
+
+def test_devices_of_a_machine_have_holders_and_turns(tmp_path: Path) -> None:
+    """A report that is lost loses nothing; one that is repeated doubles nothing, also over a kill of the service."""
+    now_s = time.time()
+    slow_clock = {"now_s": now_s - 5000.0, "price_usd_per_h": 1.0, "times": {"gpu0": {"a": 10**9, "": 10**9}}}
+    held = {"job": "a", "kind": "train", "beside": "", "waiting": [{"job": "b", "kind": "rollout", "for_s": 1.5}]}
+
+    def ended(*numbers: int) -> list[dict[str, Any]]:
+        return [turn("gpu0", "a", "rollout", now_s - 5000.0 - 20.0 + n, 0.5) for n in numbers]
+
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        report = {"life": "x", "devices": {"gpu0": held}, **slow_clock}
+        assert client.post("/machines/m", first_turn=0, turns=ended(0, 1, 2), **report)["turns"] == 3
+        assert client.post("/machines/m", first_turn=0, turns=ended(0, 1, 2, 3), **report)["turns"] == 4
+        device = client.get("/jobs")["devices"]["m/gpu0"]
+        assert (device["job"], device["kind"], device["used_s"]) == ("a", "train", {"a": 1.0})
+        assert (service._waits("a"), service._waits("b")) == ("", "its turn on m/gpu0")
+        text = table.table(client.get("/jobs"))
+        assert "m/gpu0" in shown(text)
+        assert "a trains" in shown(text)
+
+    def ask_again(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        assert client.get("/jobs")["devices"].get("m/gpu0", {"job": ""})["job"] == "", "it has not reported yet"
+        report = {"life": "x", **slow_clock}
+        assert client.post("/machines/m", first_turn=2, turns=ended(2, 3, 4), **report)["turns"] == 5
+        assert client.post("/machines/m", first_turn=9, turns=ended(9), **report)["turns"] == 10, "older ones are gone"
+        for odd in ({"kind": "dance"}, {"start_s": "x"}, {"device": 1}):
+            turns = [{**ended(10)[0], **odd}]
+            with pytest.raises(WindfallError, match="invalid request"):
+                client.post("/machines/m", first_turn=10, turns=turns, **report)
+
+    asked(tmp_path, ask)
+    asked(tmp_path, ask_again)
+    lines = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    assert [(line["device"], line["number"]) for line in lines] == [("m/gpu0", n) for n in (0, 1, 2, 3, 4, 9)]
+    for line in lines:
+        assert line["start_s"] - now_s == pytest.approx(line["number"] - 20.0, abs=1.0), "on the clock of the service"
+    history = ServiceFiles(tmp_path)
+    history.read()
+    assert list(history.history.changes(60.0, 0, now_s)) == ["m/gpu0"]
+
+
+def test_turns_that_do_not_fit_onto_the_disk_are_not_confirmed(tmp_path: Path) -> None:
+    turns = [turn("m/gpu0", "a", "train", 1000.0 + n, 0.5) for n in range(3)]
+    log = TurnLog(tmp_path / "turns.jsonl")
+    (tmp_path / "turns.jsonl").symlink_to("/dev/full")
+    assert log.add_reported("x", 0, turns) == 0
+    (tmp_path / "turns.jsonl").unlink()
+    assert log.add_reported("x", 0, turns) == 3
+    assert log.add_reported("x", 0, turns) == 3
+    log.close()
+    assert len((tmp_path / "turns.jsonl").read_text().splitlines()) == 3
 
 
 def test_job_that_waits_for_its_turn_says_so(tmp_path: Path) -> None:
     service = Service(SETTINGS.model_copy(update={"folder": tmp_path}), lambda line: None)
     free = {"job": "", "kind": "", "beside": "", "waiting": []}
-    service._turns = {
-        "devices": {"cpu0": {**free, "job": "a", "waiting": [{"job": "b"}]}, "cpu1": {**free, "job": "c"}}
-    }
+    service._devices = {"cpu0": {**free, "job": "a", "waiting": [{"job": "b"}]}, "cpu1": {**free, "job": "c"}}
     assert [service._waits(name) for name in "abc"] == ["", "its turn on cpu0", ""]

@@ -216,9 +216,12 @@ def test_machine_that_joins_works_for_the_jobs_and_is_billed(tmp_path: Path, tra
         finally:
             machine.kill()
         assert '"m-w1.1' in (service.folder / "jobs/long/events.jsonl").read_text()
+        turns = [json.loads(line) for line in (service.folder / "turns.jsonl").read_text().splitlines()]
+        there_s = sum(turn["end_s"] - turn["start_s"] for turn in turns if turn["device"] == "m/cpu0")
         found = service.client().get("/jobs")
         device = found["devices"]["m/cpu0"]
         here = sum(d["idle_s"] + sum(d["used_s"].values()) for n, d in found["devices"].items() if n != "m/cpu0")
         there = device["idle_s"] + sum(device["used_s"].values())
         assert found["bill"]["usd"] == pytest.approx((here * 3.6 + there * 7.2) / 3600, rel=1e-6)
+        assert there_s == pytest.approx(sum(device["used_s"].values()), rel=1e-3), "the timeline shows what was billed"
         assert service.weights("a") == trained_alone("a", "run.steps=4")

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from windfall.errors import WindfallError
-from windfall.jobs.bill import Times
+from windfall.jobs.machine.report import MachineReport
 from windfall.jobs.service import Service
 from windfall.jobs.store import NAME
 from windfall.jobs.views import page
@@ -49,12 +49,6 @@ class Submit(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ResumeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_usd: float | None = None
-
-
-class MachineReport(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    life: str
-    times: Times
-    price_usd_per_h: float = 0.0
 
 
 class NotAllowed(Exception):
@@ -195,8 +189,7 @@ class Api:
             raise WindfallError(
                 f"{name!r} cannot be the name of a machine", where="--name", fix="Use letters and digits."
             )
-        jobs = self._service.report(name, report.life, report.times, report.price_usd_per_h)
-        return web.json_response({"jobs": jobs})
+        return web.json_response(self._service.report(name, report))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await self._fleet(request)

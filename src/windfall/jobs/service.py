@@ -2,6 +2,7 @@
 
     windfall up ─┬─ api.py          submit, list, stop, resume                     over HTTP
                  ├─ store.py        jobs and their states                          on disk
+                 ├─ machines.py     other machines that have joined                what they report
                  ├─ machine/host.py devices, turns, the process to fork from       one for each machine
                  └─ job_run.py      the processes of a job                         one for each job that runs
 
@@ -27,10 +28,12 @@ from typing import Any
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, report_failure, unwritable
 from windfall.jobs import job_run, store
-from windfall.jobs.bill import Bill, Times
+from windfall.jobs.bill import Bill
 from windfall.jobs.job_run import JobRun
 from windfall.jobs.machine import limits
 from windfall.jobs.machine.host import DeviceHost
+from windfall.jobs.machine.report import MachineReport
+from windfall.jobs.machines import Machines
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, State, Store
 from windfall.jobs.turn_log import TurnLog
@@ -43,8 +46,6 @@ EVERY_S = 1.0
 """Seconds between two looks at everything."""
 LIMITS_S = 0.25
 """Seconds between two looks at the processes of environments: they can grow fast."""
-MACHINE_GONE_S = 30.0
-"""Seconds without a report after which a machine that had joined is gone."""
 Say = Callable[[str], None]
 
 
@@ -63,14 +64,13 @@ class Service:
         )
         self.bill = Bill.load(self.folder / "bill.json")
         self.running: dict[str, JobRun] = {}
-        self.machines: dict[str, LastReport] = {}
-        """Other machines that have joined, by name."""
+        self.machines = Machines(self.bill, self.turn_log)
         self.stopping = False
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adding = asyncio.Lock()
-        self._turns = self.host.turns()
-        """Who has a device now, and who waits for it."""
+        self._devices = self._look_at_devices()
+        """Who has each device now, and who waits for it."""
         self._tokens: dict[str, str] = {}
         self._usd: dict[str, float] = {}
         self._written = True
@@ -175,14 +175,10 @@ class Service:
             self._tokens[name] = auth.read_token(self.store.path(name) / "token")
         return self._tokens[name]
 
-    def report(self, machine: str, life: str, times: Times, price: float) -> list[dict[str, Any]]:
-        """A machine that has joined reports its device time. Returns the jobs that its workers should work for."""
-        known = self.machines.get(machine)
-        if known is not None and known.life != life and time.monotonic() - known.seen_s < MACHINE_GONE_S / 3:
-            what = f"another machine has joined as {machine!r}"
-            raise WindfallError(what, where="--name", fix="Give every machine a --name of its own.")
-        self.machines[machine] = LastReport(life)
-        self.bill.report(machine, life, times, price)
+    def report(self, machine: str, report: MachineReport) -> dict[str, Any]:
+        """A machine that has joined reports. Returns the answer: the number of the first turn that it should report
+        next, and the jobs that its workers should work for."""
+        turns = self.machines.hear(machine, report)
         found = []
         for name, run in self.running.items():
             address, job = folders.address(run.folder), run.job
@@ -193,7 +189,7 @@ class Service:
                         "share": job.share, "priority": job.priority, "deadline_s": job.deadline_s,
                     }
                 )  # fmt: skip
-        return found
+        return {"turns": turns, "jobs": found}
 
     # every second
 
@@ -201,8 +197,7 @@ class Service:
         self.store.retry()
         self.bill.report("", self.host.life, self.host.times(), self.host.price_usd_per_h)
         self._usd = self.bill.usd()
-        now = time.monotonic()
-        self.machines = {name: m for name, m in self.machines.items() if now - m.seen_s < MACHINE_GONE_S}
+        self.machines.forget_gone()
         for name, run in self.running.items():
             run.job.step = max(run.job.step, run.progress.step)
             self.host.expect(name, run.progress.eta_s)
@@ -296,18 +291,20 @@ class Service:
 
     def _waits(self, name: str) -> str:
         """Which devices a job waits for, if it has none at the moment."""
-        devices = self._turns["devices"].items()
+        devices = self._devices.items()
         if any(name in (device["job"], device["beside"]) for _, device in devices):
             return ""
         waits = [each for each, device in devices if any(waiting["job"] == name for waiting in device["waiting"])]
         return f"its turn on {', '.join(waits)}" if waits else ""
 
+    def _look_at_devices(self) -> dict[str, dict[str, Any]]:
+        return self.host.turns()["devices"] | self.machines.devices()
+
     def snapshot(self) -> dict[str, Any]:
-        self._turns = self.host.turns()
-        used, now_held = self.bill.devices(), self._turns["devices"]
+        self._devices = self._look_at_devices()
         devices: dict[str, Any] = {}
-        for name, jobs in used.items():
-            held = now_held.get(name, {"job": "", "kind": "", "beside": ""})
+        for name, jobs in self.bill.devices().items():
+            held = self._devices.get(name, {"job": "", "kind": "", "beside": ""})
             spent = {job: ns / 1e9 for job, ns in jobs.items() if job != IDLE}
             state = {key: held[key] for key in ("job", "kind", "beside")}
             devices[name] = state | {"idle_s": jobs.get(IDLE, 0) / 1e9, "used_s": spent}
@@ -316,7 +313,11 @@ class Service:
             "time_s": time.time(),
             "devices": devices,
             "jobs": {job.name: self.describe(job) for job in jobs},
-            "bill": {"usd": self.bill.total_usd(), "idle_usd": self._usd.get(IDLE, 0.0), "machines": [*self.machines]},
+            "bill": {
+                "usd": self.bill.total_usd(),
+                "idle_usd": self._usd.get(IDLE, 0.0),
+                "machines": self.machines.names,
+            },
         }
 
     def _write(self) -> None:
@@ -334,14 +335,6 @@ class Service:
                 )
                 self._say(str(error))
             self._written = False
-
-
-class LastReport:
-    """When a machine that has joined was last heard of, and which of its processes spoke."""
-
-    def __init__(self, life: str) -> None:
-        self.life = life
-        self.seen_s = time.monotonic()
 
 
 def summary(jobs: Mapping[str, Job]) -> str:

@@ -1,11 +1,11 @@
 """`windfall join`: this machine lends its devices to the jobs of a service on another one.
 
-    every second   POST /machines/NAME  device time since the start  ──▶ service
-                   the jobs that run, with address and token         ◀──
+    every second   POST /machines/NAME  device time and turns (report.py)  ──▶ service
+                   the jobs that run, with address and token               ◀──
     for each job   one worker on every device, which takes turns on it (host.py), until the job ends
 
-The time that is reported is cumulative, so a report that is lost loses nothing. If the service does not answer, the
-workers go on: each belongs to the controller of its job, and leaves by itself when it finds none.
+If the service does not answer, the workers go on: each belongs to the controller of its job, and leaves by itself when
+it finds none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from windfall import errors
 from windfall.errors import WindfallError
 from windfall.jobs.client import JobsClient, RequestRefused
 from windfall.jobs.machine import host as hosts
 from windfall.jobs.machine.host import DeviceHost
+from windfall.jobs.machine.report import EndedTurn, HeldDevice, MachineReport, UnconfirmedTurns
 from windfall.jobs.settings import FleetSettings
 from windfall.link import network
 from windfall.processes.process import Handle
@@ -53,6 +56,7 @@ class JoinedMachine:
     def __init__(self, client: JobsClient, name: str, settings: FleetSettings, folder: Path) -> None:
         self._client, self._name, self._folder = client, name, folder
         preload = f"windfall.run.preload:preload_runs:{folder}"
+        self._turns = UnconfirmedTurns()
         self._host = DeviceHost(settings, folder / "fork_server.log", preload=preload)
         self._workers: dict[str, asyncio.Task[None]] = {}
         """By job: what keeps its workers running."""
@@ -68,7 +72,7 @@ class JoinedMachine:
             try:
                 while not self._stop.is_set():
                     try:
-                        self._follow(await asyncio.to_thread(self._report))
+                        self._follow(await self._report())
                         answered_s, accepted = time.monotonic(), True
                     except WindfallError as e:
                         if time.monotonic() - answered_s > GONE_S or (isinstance(e, RequestRefused) and not accepted):
@@ -79,13 +83,20 @@ class JoinedMachine:
             finally:
                 await self._end(list(self._workers))
                 with contextlib.suppress(WindfallError):  # what it does not get is on no bill
-                    await asyncio.to_thread(self._report)
+                    await self._report()
 
-    def _report(self) -> list[dict[str, Any]]:
-        return self._client.post(
-            f"/machines/{self._name}", life=self._host.life, times=self._host.times(),
-            price_usd_per_h=self._host.price_usd_per_h,
-        )["jobs"]  # fmt: skip
+    async def _report(self) -> list[dict[str, Any]]:
+        """Report what the devices did. Returns the jobs that run."""
+        self._turns.add(self._host.ended_turns())
+        report = MachineReport(
+            life=self._host.life, times=self._host.times(), price_usd_per_h=self._host.price_usd_per_h,
+            now_s=time.time(), devices=msgspec.convert(self._host.turns()["devices"], dict[str, HeldDevice]),
+            first_turn=self._turns.first, turns=msgspec.convert(self._turns.oldest(), list[EndedTurn]),
+        )  # fmt: skip
+        fields = msgspec.to_builtins(report)
+        answer = await asyncio.to_thread(self._client.post, f"/machines/{self._name}", **fields)
+        self._turns.confirm(answer["turns"])
+        return answer["jobs"]
 
     def _follow(self, jobs: list[dict[str, Any]]) -> None:
         """Start workers for the jobs that run, and end those of the others."""

@@ -9,6 +9,7 @@ A *call* is a request that takes time. The service journals it, answers with an 
     OptimStep                         Stepped         "
     SaveWeights, SaveForSampler       WeightsSaved    "
     LoadWeights                       ModelReady      "
+    Refused                           (fails)         "
     SampleCall                        Sampled         together with others
 
 A call that is made again with the same model or sampler and the same `seq` gets the id of the first one.
@@ -93,6 +94,8 @@ class SaveWeights(CallBase, frozen=True):
     name: str
     ttl_s: float | None = None
     """Seconds after which it is deleted. None: never."""
+    overwrite: bool = False
+    """Replace a checkpoint of this name; otherwise, it is an error that there is one."""
     metadata: Metadata = {}
 
 
@@ -118,6 +121,15 @@ class LoadWeights(CallBase, frozen=True):
     optimizer: bool = False
 
 
+class Refused(CallBase, frozen=True):
+    """A call that the wire refuses: it fails with this message in its turn. The SDK does not repeat its number, so the
+    calls after it would wait for it."""
+
+    model: str
+    seq: int
+    message: str
+
+
 class SampleCall(CallBase, frozen=True):
     sampler: str
     """A sampling session; the service makes one for calls that name weights instead (`sampler_for`)."""
@@ -130,11 +142,15 @@ class SampleCall(CallBase, frozen=True):
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
+    eos: bool = True
+    """The stop tokens of the model end a sequence, too."""
     prompt_logprobs: bool = False
+    prompt_last: int = 0
+    """Only the last tokens of the prompt get log-probs: this many. The others are NaN. 0: all."""
     prompt_top_k: int = 0
 
 
-ModelCall = Forward | ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights
+ModelCall = Forward | ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Refused
 Call = CreateModel | UnloadModel | ModelCall | SampleCall
 
 

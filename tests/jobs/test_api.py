@@ -147,6 +147,45 @@ def test_metrics_and_jobs_say_what_was_spent(tmp_path: Path) -> None:
     asked(tmp_path, ask)
 
 
+def test_ended_job_is_removed_and_stays_on_the_bill(tmp_path: Path) -> None:
+    hour = 3600 * 10**9
+
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        a, b = (client.post("/jobs", recipe=RECIPE, name=name)["token"] for name in "ab")
+        report = {"life": "x", "price_usd_per_h": 2.0}
+        client.post("/machines/m", times={"gpu0": {"a": hour, "b": hour, "": hour}}, **report)
+        with pytest.raises(WindfallError, match="job 'a' is queued\nStop it first"):
+            JobsClient(url, a).delete("/jobs/a")
+        client.post("/jobs/a/stop")
+        assert status(f"{url}/jobs/a", b, "DELETE") == 404
+        JobsClient(url, a).delete("/jobs/a")
+        assert status(f"{url}/jobs/a", a) == 401, "its token is gone with it"
+        assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["b"]
+        service._look()
+        found = client.get("/jobs")
+        assert (found["jobs"]["b"]["usd"], found["bill"]["removed_usd"]) == (2.0, 2.0)
+        assert found["bill"]["usd"] == pytest.approx(4.0 + found["bill"]["idle_usd"])
+        assert found["devices"]["m/gpu0"]["used_s"] == {"(removed)": 3600.0, "b": 3600.0}
+        assert "$2.00 of removed jobs" in shown(table.table(found))
+        client.post("/jobs", recipe=RECIPE, name="a", max_usd=1.0)
+        client.post("/machines/m", times={"gpu0": {"a": hour + hour // 4, "b": hour, "": hour}}, **report)
+        service._look()
+        found = client.get("/jobs")
+        assert (found["jobs"]["a"]["usd"], found["bill"]["removed_usd"]) == (0.5, 2.0)
+        assert found["devices"]["m/gpu0"]["used_s"] == {"(removed)": 3600.0, "a": 900.0, "b": 3600.0}
+
+    def ask_again(service: Service, url: str) -> None:
+        service._look()
+        found = JobsClient(url, service.token).get("/jobs")
+        assert [found["jobs"][name]["usd"] for name in "ab"] == [0.5, 2.0]
+        assert found["bill"]["removed_usd"] == 2.0
+        assert found["bill"]["usd"] == pytest.approx(4.5 + found["bill"]["idle_usd"])
+
+    asked(tmp_path, ask)
+    asked(tmp_path, ask_again)
+
+
 def test_service_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="the service does not answer"):
         JobsClient("http://127.0.0.1:9", "0123456789abcdef").get("/jobs")
@@ -176,6 +215,7 @@ def test_devices_of_a_machine_have_holders_and_turns(tmp_path: Path) -> None:
 
     def ask(service: Service, url: str) -> None:
         client = JobsClient(url, service.token)
+        client.post("/jobs", recipe=RECIPE, name="a")
         report = {"life": "x", "devices": {"gpu0": held}, **slow_clock}
         assert client.post("/machines/m", first_turn=0, turns=ended(0, 1, 2), **report)["turns"] == 3
         assert client.post("/machines/m", first_turn=0, turns=ended(0, 1, 2, 3), **report)["turns"] == 4

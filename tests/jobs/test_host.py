@@ -14,6 +14,7 @@ from tests.support.turn_server import WAIT_S
 from windfall import run_folder as folders
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
+from windfall.jobs.store import Job
 from windfall.turns.client import KEY, SOCKET, SharedDevice
 
 TURNS = 50
@@ -21,6 +22,7 @@ TURNS = 50
 
 def test_turns_go_on_while_the_service_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(FleetSettings(devices="cpu", cpu_slots=1, folder=tmp_path, slice_s=0.001), lambda line: None)
+    service.store.jobs = {name: Job(name=name, number=1, state="done") for name in "ab"}
     writing, enough, counts = threading.Event(), threading.Event(), {"a": 0, "b": 0}
 
     def slow(path: Path, text: str) -> None:

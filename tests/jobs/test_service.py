@@ -28,7 +28,7 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def bills_add_up(service: JobService) -> None:
     """The bills of all jobs and of idle time are the bill of the machine, which is its time."""
     found = json.loads((service.folder / "jobs.json").read_text())
-    jobs = sum(job["usd"] for job in found["jobs"].values())
+    jobs = sum(job["usd"] for job in found["jobs"].values()) + found["bill"]["removed_usd"]
     assert found["bill"]["usd"] == pytest.approx(jobs + found["bill"]["idle_usd"], rel=1e-9)
     seconds = sum(d["idle_s"] + sum(d["used_s"].values()) for d in found["devices"].values())
     assert found["bill"]["usd"] == pytest.approx(seconds * 3.6 / 3600, rel=1e-9)
@@ -129,6 +129,11 @@ def test_jobs_that_misbehave_harm_only_themselves(tmp_path: Path, trained_alone:
         service.interrupt()
         bills_add_up(service)
         assert service.weights("a") == trained_alone("a")
+        service.up()
+        assert "poor is removed" in service.command("jobs", "poor", "--remove", "--on", str(service.folder))
+        assert not (service.folder / "jobs/poor").exists()
+        service.interrupt()
+        bills_add_up(service)
 
 
 CRASHES = """

@@ -49,6 +49,15 @@ def test_what_a_kill_left_of_a_submission_is_removed(tmp_path: Path) -> None:
     again.begin("half")
 
 
+def test_what_a_kill_left_of_a_removal_is_removed(tmp_path: Path) -> None:
+    found = a_store(tmp_path, Job(name="a", number=1, state="done"), Job(name="b", number=2))
+    assert found.remove("a").is_dir()
+    again = Store(tmp_path)
+    again.load()
+    assert list(again.jobs) == ["b"]
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["b"]
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b'{"name": "a"}', b'{"name": "a", "number": 1, "state": "new"}', b"\xff"])
 def test_damaged_job_is_shown_and_the_others_go_on(tmp_path: Path, data: bytes) -> None:
     a_store(tmp_path, Job(name="a", number=1), Job(name="b", number=2))

@@ -3,12 +3,12 @@
     GET  /health                    no token                GET  /jobs/NAME           that job
     GET  /jobs                      what the token allows   POST /jobs/NAME/stop      ends it, resumable
     POST /jobs                      submits a job           POST /jobs/NAME/resume    continues it
-    GET  /metrics                   for Prometheus          POST /machines/NAME       a machine that has joined reports
-    GET  /page                      views/page.py, with its key
+    GET  /metrics                   for Prometheus          DELETE /jobs/NAME         deletes it, if it has ended
+    GET  /page                      with its key            POST /machines/NAME       a machine that has joined reports
 
 Rules: a request has the header `Authorization: Bearer TOKEN`. The fleet's token allows everything. A job's token allows
-reading and ending that job, and nothing about others: a job that is not its own does not exist for it. Tokens are
-compared in constant time, and a wrong one is answered late.
+reading, ending and removing that job, and nothing about others: a job that is not its own does not exist for it. Tokens
+are compared in constant time, and a wrong one is answered late.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Api:
                 web.get("/jobs", self._list),
                 web.post("/jobs", self._submit),
                 web.get("/jobs/{name}", self._show),
+                web.delete("/jobs/{name}", self._remove),
                 web.post("/jobs/{name}/stop", self._stop),
                 web.post("/jobs/{name}/resume", self._resume),
                 web.post("/machines/{name}", self._report),
@@ -176,6 +177,11 @@ class Api:
     async def _stop(self, request: web.Request) -> web.Response:
         job = self._service.stop_job(await self._job(request))
         return web.json_response({"name": job.name, **self._service.describe(job)})
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        name = await self._job(request)
+        await self._service.remove_job(name)
+        return web.json_response({"name": name, "state": "removed"})
 
     async def _resume(self, request: web.Request) -> web.Response:
         name = await self._job(request)

@@ -20,6 +20,8 @@ from windfall.errors import WindfallError
 Times = dict[str, dict[str, int]]
 """Nanoseconds by device and job; "" is idle time."""
 HOUR_NS = 3600 * 10**9
+REMOVED = "(removed)"
+"""Stands for all jobs that were removed in the place of a job's name. It cannot be the name of a job."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +45,7 @@ class MachineTimes:
         for device, jobs in self.now.items():
             for job, ns in jobs.items():
                 found[job] += ns * self.prices.get(device, 0.0) / HOUR_NS
-        return dict(found)
+        return {job: max(0.0, usd) for job, usd in found.items()}
 
 
 class Bill:
@@ -82,6 +84,24 @@ class Bill:
             for job, usd in machine.usd().items():
                 found[job] += usd
         return dict(found)
+
+    def free(self, job: str) -> None:
+        """The job was removed, and another one may have its name: move what is on the name so far to REMOVED.
+
+        >>> bill = Bill()
+        >>> bill.report("", "first", {"gpu0": {"a": HOUR_NS}}, 2.0)
+        >>> bill.free("a")
+        >>> bill.report("", "first", {"gpu0": {"a": HOUR_NS + HOUR_NS // 2}}, 2.0)
+        >>> bill.usd()["a"], bill.usd()[REMOVED], bill.total_usd()
+        (1.0, 2.0, 3.0)
+        """
+        for machine in self.machines.values():
+            usd = machine.usd().get(job, 0.0)
+            for device, jobs in machine.times().items():
+                row, ns = machine.before.setdefault(device, {}), jobs.get(job, 0)
+                row[REMOVED], row[job] = row.get(REMOVED, 0) + ns, row.get(job, 0) - ns
+            machine.before_usd[REMOVED] = machine.before_usd.get(REMOVED, 0.0) + usd
+            machine.before_usd[job] = machine.before_usd.get(job, 0.0) - usd  # less than 0: it is still in `now`
 
     def total_usd(self) -> float:
         """The bill of the machines: all time of all devices."""

@@ -44,6 +44,9 @@ class JobsClient:
     def post(self, path: str, **fields: Any) -> Any:
         return self._call("POST", path, json.dumps(fields).encode())
 
+    def delete(self, path: str) -> Any:
+        return self._call("DELETE", path, None)
+
     def _call(self, method: str, path: str, body: bytes | None) -> Any:
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", body, headers, method=method)

@@ -50,6 +50,9 @@ def jobs(
     on: On = "fleet",
     token: Token = None,
     as_json: Json = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete this job and its folder. It must have ended.")
+    ] = False,
 ) -> None:
     """Show the jobs of a service: queue, progress, share, dollars so far, predicted end."""
     from rich.console import Console
@@ -58,7 +61,15 @@ def jobs(
     from windfall.jobs.views import table
     from windfall.run.views.top import WIDE
 
-    found = JobsClient(on, token).get(f"/jobs/{quote(name, safe='')}" if name else "/jobs")
+    path = f"/jobs/{quote(name, safe='')}" if name else "/jobs"
+    if remove:
+        if not name:
+            fix = "Give the name of the job: windfall jobs NAME --remove."
+            raise WindfallError("no job is named", where="--remove", fix=fix)
+        JobsClient(on, token).delete(path)
+        print(f"{name} is removed")
+        return
+    found = JobsClient(on, token).get(path)
     if as_json:
         print(json.dumps(found))
         return

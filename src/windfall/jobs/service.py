@@ -20,15 +20,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 import time
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, report_failure, unwritable
 from windfall.jobs import job_run, store
-from windfall.jobs.bill import Bill
+from windfall.jobs.bill import REMOVED, Bill
 from windfall.jobs.job_run import JobRun
 from windfall.jobs.machine import limits
 from windfall.jobs.machine.host import DeviceHost
@@ -128,6 +130,7 @@ class Service:
             try:
                 folder = await asyncio.to_thread(start.new_folder, parsed)
                 auth.make_token(folder / "token")
+                self._free_name(name)
                 self.store.add(job)
             except BaseException:  # raised again: nothing of it may be left
                 await asyncio.to_thread(self.store.abandon, name)
@@ -166,6 +169,29 @@ class Service:
             self._set(job, "queued")
         self._look()
         return job
+
+    async def remove_job(self, name: str) -> None:
+        """Delete the folder of a job that has ended. Its bill stays in the sum of all removed jobs."""
+        job = self.store.get(name)
+        if job.active:
+            fix = f"Stop it first: windfall stop {name} --on URL"
+            raise WindfallError(f"job {name!r} is {job.state}", where="remove", fix=fix)
+        if folders.held(self.store.path(name)):
+            what = f"another process runs job {name!r}"
+            raise WindfallError(what, where=str(self.store.path(name)), fix="Stop it first.")
+        gone = self.store.remove(name)
+        self._tokens.pop(name, None)
+        self._say(f"{name}: removed")
+        await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
+
+    def _free_name(self, name: str) -> None:
+        """Let a new job begin with an empty bill, although a removed one had its name. This is on disk before the job
+        is: otherwise, after a kill, it would pay for both."""
+        self.bill.free(name)
+        try:
+            self._save_bill()
+        except OSError as e:
+            raise unwritable("the bill", self.folder, e, "Free disk space, then submit the job again.") from e
 
     def spent(self, name: str) -> float:
         return self._usd.get(name, 0.0)
@@ -305,9 +331,12 @@ class Service:
         devices: dict[str, Any] = {}
         for name, jobs in self.bill.devices().items():
             held = self._devices.get(name, {"job": "", "kind": "", "beside": ""})
-            spent = {job: ns / 1e9 for job, ns in jobs.items() if job != IDLE}
+            used_s = defaultdict[str, float](float)
+            for job, ns in jobs.items():
+                if ns and job != IDLE:
+                    used_s[self._shown(job)] += ns / 1e9
             state = {key: held[key] for key in ("job", "kind", "beside")}
-            devices[name] = state | {"idle_s": jobs.get(IDLE, 0) / 1e9, "used_s": spent}
+            devices[name] = state | {"idle_s": jobs.get(IDLE, 0) / 1e9, "used_s": dict(used_s)}
         jobs = sorted(self.store.jobs.values(), key=lambda job: job.number)
         return {
             "time_s": time.time(),
@@ -316,16 +345,24 @@ class Service:
             "bill": {
                 "usd": self.bill.total_usd(),
                 "idle_usd": self._usd.get(IDLE, 0.0),
+                "removed_usd": sum(usd for job, usd in self._usd.items() if self._shown(job) == REMOVED),
                 "machines": self.machines.names,
             },
         }
+
+    def _shown(self, job: str) -> str:
+        """Under which name a job is on the bill."""
+        return job if job in self.store.jobs or job == IDLE else REMOVED
+
+    def _save_bill(self) -> None:
+        folders.replace(self.folder / "bill.json", json.dumps(self.bill.to_dict()))
 
     def _write(self) -> None:
         """A full disk loses nothing but turns of the timeline: the next look writes everything else again. A slow disk
         delays what the service does, but no turn (turns/server_thread.py)."""
         self.turn_log.add(self.host.ended_turns())
         try:
-            folders.replace(self.folder / "bill.json", json.dumps(self.bill.to_dict()))
+            self._save_bill()
             folders.replace(self.folder / "jobs.json", json.dumps(self.snapshot()))
             self._written = True
         except OSError as e:

@@ -11,6 +11,7 @@ Rules:
 - A job exists if its job.json exists. A folder without one is what a kill left of a submission; it is removed.
 - A job that was running when the service ended continues when the service starts again, before those in the queue.
 - `ending` is written before a job is stopped, so that a kill in between does not start it again.
+- A job that is removed is first renamed, so a kill leaves it whole or leaves a folder that the next start removes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Literal, get_args
@@ -66,6 +68,10 @@ BEGUN = ".begun-"
 others may be somebody's own."""
 
 
+GONE = ".gone-"
+"""How the names of folders of removed jobs begin."""
+
+
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "jobs"
@@ -77,6 +83,8 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         for marker in self.folder.glob(f"{BEGUN}*"):  # a kill interrupted the submission
             self.abandon(marker.name.removeprefix(BEGUN))
+        for gone in self.folder.glob(f"{GONE}*"):  # a kill interrupted the removal
+            shutil.rmtree(gone, ignore_errors=True)
         for path in sorted(self.folder.iterdir()):
             if not (path / "job.json").is_file():
                 continue
@@ -127,6 +135,18 @@ class Store:
         if not (self.path(name) / "job.json").is_file():
             shutil.rmtree(self.path(name), ignore_errors=True)
         self._marker(name).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> Path:
+        """Forget a job that has ended. Returns its folder, which has another name now and may be deleted."""
+        gone = self.folder / f"{GONE}{secrets.token_hex(4)}-{name}"
+        try:
+            self.path(name).rename(gone)
+        except OSError as e:
+            fix = "Check the permissions of the folder, then try again."
+            raise WindfallError(f"cannot remove the job: {e.strerror or e}", where=str(self.path(name)), fix=fix) from e
+        del self.jobs[name]
+        self.unsaved.discard(name)
+        return gone
 
     def _marker(self, name: str) -> Path:
         return self.folder / f"{BEGUN}{name}"

@@ -119,6 +119,8 @@ def _header(snapshot: Mapping[str, Any], now_s: float | None) -> str:
     line = "jobs: " + (", ".join(counts).replace("_", " ") or "none")
     if bill := snapshot.get("bill"):
         line += f"; bill: ${bill['usd']:,.2f}, of which ${bill['idle_usd']:,.2f} idle"
+        if removed := bill.get("removed_usd"):
+            line += f", ${removed:,.2f} of removed jobs"
         if machines := bill.get("machines"):
             line += f"; machines that joined: {', '.join(map(_plain, machines))}"
     age_s = 0.0 if now_s is None else now_s - float(snapshot["time_s"])

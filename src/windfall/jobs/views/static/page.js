@@ -102,7 +102,7 @@
     for (const [, job] of entries) counts.set(job.state, (counts.get(job.state) ?? 0) + 1);
     status.className = state.error || old ? "bad" : "dim";
     status.textContent = state.error || (old ? `the service has written nothing for ${duration(state.now - time)}` : [...counts].map(([name, n]) => `${n} ${name.replace("_", " ")}`).join(", "));
-    bill.textContent = sum ? `bill ${dollars(sum.usd)}, of which ${dollars(sum.idle_usd)} idle` : "";
+    bill.textContent = sum ? `bill ${dollars(sum.usd)}, of which ${dollars(sum.idle_usd)} idle${sum.removed_usd ? `, ${dollars(sum.removed_usd)} of removed jobs` : ""}` : "";
     none.hidden = entries.length > 0 || !state.snapshot;
     windows.forEach((button, n) => button.classList.toggle("on", facts.windows[n] === state.window));
     for (const [name] of entries) color(name); // by submission, so colors stay

@@ -20,6 +20,7 @@ from tests.support.service_folder import turn
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
 from windfall.jobs.client import JobsClient
+from windfall.jobs.machine import host as hosts
 from windfall.jobs.machine.join import JoinedMachine
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
@@ -85,6 +86,15 @@ def test_a_token_allows_its_own_job_and_nothing_else(tmp_path: Path) -> None:
         assert service.store.jobs["b"].state == "queued"
         assert JobsClient(url, a).post("/jobs/a/stop")["state"] == "stopped"
         assert service.store.jobs["a"].state == "stopped"
+        assert status(f"{url}/jobs/a/resume", a, "POST", b'{"max_usd": 9}') == 403
+        for terms in (b'{"share": 9}', b'{"priority": 9}', b'{"deadline_s": 9}'):
+            assert status(f"{url}/jobs/a/resume", a, "POST", terms) == 400, "they stay as they were submitted"
+        assert (service.store.jobs["a"].state, service.store.jobs["a"].max_usd) == ("stopped", 0.0)
+        with pytest.raises(WindfallError, match="Use the fleet's token for --max-usd"):
+            JobsClient(url, a).post("/jobs/a/resume", max_usd=9.0)
+        assert JobsClient(url, a).post("/jobs/a/resume")["state"] == "queued"
+        JobsClient(url, a).post("/jobs/a/stop")
+        assert fleet.post("/jobs/a/resume", max_usd=9.0)["max_usd"] == 9.0
 
     asked(tmp_path, ask)
 
@@ -191,6 +201,13 @@ def test_service_that_does_not_answer_is_named(tmp_path: Path) -> None:
         JobsClient("http://127.0.0.1:9", "0123456789abcdef").get("/jobs")
     with pytest.raises(WindfallError, match="no service has this folder"):
         JobsClient(str(tmp_path), None)
+
+
+def test_processes_of_a_job_do_not_get_the_fleets_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_FLEET_TOKEN", "the-token-of-the-fleet")
+    found = hosts.environment({"KEY": "own"}, token="of-the-job")
+    assert (found["KEY"], found["WINDFALL_TOKEN"]) == ("own", "of-the-job")
+    assert "the-token-of-the-fleet" not in found.values()
 
 
 def test_machine_with_a_wrong_token_does_not_join(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@
     GET  /page                      with its key            POST /machines/NAME       a machine that has joined reports
 
 Rules: a request has the header `Authorization: Bearer TOKEN`. The fleet's token allows everything. A job's token allows
-reading, ending and removing that job, and nothing about others: a job that is not its own does not exist for it. Tokens
-are compared in constant time, and a wrong one is answered late.
+reading, ending, resuming and removing that job, but no change of its terms (share, priority, deadline, budget), and
+nothing about others: a job that is not its own does not exist for it. Tokens are compared in constant time, and a wrong
+one is answered late.
 """
 
 from __future__ import annotations
@@ -184,8 +185,12 @@ class Api:
         return web.json_response({"name": name, "state": "removed"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        name = await self._job(request)
-        job = self._service.resume_job(name, (await _body(request, ResumeRequest)).max_usd)
+        name, max_usd = await self._job(request), (await _body(request, ResumeRequest)).max_usd
+        if max_usd is not None and await self._who(request) != FLEET:
+            what = "a job's token does not allow choosing what the job may spend"
+            fix = "Use the fleet's token for --max-usd, or leave --max-usd out."
+            raise NotAllowed(403, WindfallError(what, where="--max-usd", fix=fix))
+        job = self._service.resume_job(name, max_usd)
         return web.json_response({"name": job.name, **self._service.describe(job)})
 
     async def _report(self, request: web.Request) -> web.Response:

@@ -27,6 +27,8 @@ from windfall.turns.server import MAX_PATH_BYTES, TurnServer
 from windfall.turns.server_thread import TurnServerThread
 from windfall.types import Lease
 
+FLEET_TOKEN = "WINDFALL_FLEET_TOKEN"
+"""Environment variable of a user's commands."""
 MOST_ENDED = 20_000
 """Turns that have ended and were not asked for yet: minutes of a busy machine."""
 
@@ -150,4 +152,5 @@ def environment(own: Mapping[str, str], *, token: str, directory: str = "", pin:
     modules may be. `pin`: certificate of its controller."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), directory)))
     more = {"PYTHONPATH": path, "WINDFALL_TLS_PIN": str(pin or "")}
-    return {**os.environ, **own, "WINDFALL_TOKEN": token, **{key: value for key, value in more.items() if value}}
+    inherited = {key: value for key, value in os.environ.items() if key != FLEET_TOKEN}  # it allows more than a job may
+    return {**inherited, **own, "WINDFALL_TOKEN": token, **{key: value for key, value in more.items() if value}}

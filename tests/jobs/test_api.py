@@ -19,8 +19,10 @@ from tests.support.job_service import RECIPE
 from tests.support.service_folder import turn
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
-from windfall.jobs.client import JobsClient
+from windfall.jobs import machines
+from windfall.jobs.client import JobsClient, RequestRefused
 from windfall.jobs.machine import host as hosts
+from windfall.jobs.machine import join
 from windfall.jobs.machine.join import JoinedMachine
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
@@ -263,6 +265,29 @@ def test_devices_of_a_machine_have_holders_and_turns(tmp_path: Path) -> None:
     history = ServiceFiles(tmp_path)
     history.read()
     assert list(history.history.changes(60.0, 0, now_s)) == ["m/gpu0"]
+
+
+def test_another_process_of_a_machine_is_let_in_when_the_first_one_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+
+        def report(life: str, s: int) -> None:
+            client.post("/machines/m", life=life, times={"gpu0": {"": s * 10**9}}, price_usd_per_h=3600.0)
+
+        report("first", 10)
+        with pytest.raises(RequestRefused, match="another machine has joined as 'm'") as refused:
+            report("second", 1)
+        assert refused.value.status == join.NAME_IN_USE
+        monkeypatch.setattr(machines, "REPLACED_S", 0.0)
+        report("second", 1)
+        report("second", 5)
+        with pytest.raises(RequestRefused, match="another machine has joined as 'm'"):
+            report("first", 20)  # it was silent, not dead; its time was moved
+        assert service.bill.machines["m"].times() == {"gpu0": {"": 15 * 10**9}}
+
+    asked(tmp_path, ask)
 
 
 def test_turns_that_do_not_fit_onto_the_disk_are_not_confirmed(tmp_path: Path) -> None:

@@ -230,3 +230,36 @@ def test_machine_that_joins_works_for_the_jobs_and_is_billed(tmp_path: Path, tra
         assert found["bill"]["usd"] == pytest.approx((here * 3.6 + there * 7.2) / 3600, rel=1e-6)
         assert there_s == pytest.approx(sum(device["used_s"].values()), rel=1e-3), "the timeline shows what was billed"
         assert service.weights("a") == trained_alone("a", "run.steps=4")
+
+
+@pytest.mark.slow
+def test_machine_that_crashed_joins_again_and_waits_for_the_service(tmp_path: Path) -> None:
+    with JobService(tmp_path) as service:
+        service.up()
+        service.train("long", "run.steps=100000")
+        began = time.monotonic()
+        machine = service.join("m")
+
+        def used() -> float:
+            devices = service.client().get("/jobs")["devices"]
+            return devices["m/cpu0"]["used_s"].get("long", 0.0) if "m/cpu0" in devices else 0.0
+
+        try:
+            service.until(used, "uses the machine")
+            machine.kill()
+            machine.wait(60)
+            machine, before = service.join("m"), used()
+            service.until(lambda: used() > before + 0.5, "uses the machine again")
+            log = (tmp_path / "m.log").read_text()
+            assert "another machine has joined as 'm'; trying again" in log
+            service.kill()
+            time.sleep(4)
+            service.up()
+            before = used()
+            service.until(lambda: used() > before + 0.5, "uses the machine after its own restart")
+            assert machine.poll() is None
+            assert "the service does not answer" in (tmp_path / "m.log").read_text()
+            device = service.client().get("/jobs")["devices"]["m/cpu0"]
+            assert device["idle_s"] + sum(device["used_s"].values()) <= time.monotonic() - began
+        finally:
+            machine.kill()

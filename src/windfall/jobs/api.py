@@ -25,6 +25,7 @@ from aiohttp import web
 
 from windfall.errors import WindfallError
 from windfall.jobs.machine.report import MachineReport
+from windfall.jobs.machines import NameInUse
 from windfall.jobs.service import Service
 from windfall.jobs.store import NAME
 from windfall.jobs.views import page
@@ -225,7 +226,7 @@ class Api:
         except NotAllowed as e:
             return _error(e.status, e.error)
         except WindfallError as e:
-            return _error(400, e)
+            return _error(409 if isinstance(e, NameInUse) else 400, e)
         except web.HTTPException as e:
             return _error(e.status, WindfallError(e.reason, where=f"{request.method} {request.path}"))
 

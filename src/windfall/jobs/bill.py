@@ -20,6 +20,7 @@ from windfall.errors import WindfallError
 Times = dict[str, dict[str, int]]
 """Nanoseconds by device and job; "" is idle time."""
 HOUR_NS = 3600 * 10**9
+MOST_ENDED = 100
 REMOVED = "(removed)"
 """Stands for all jobs that were removed in the place of a job's name. It cannot be the name of a job."""
 
@@ -30,6 +31,8 @@ class MachineTimes:
     """$ per hour by device."""
     life: str = ""
     """Which process of the machine reports."""
+    ended: list[str] = field(default_factory=list)
+    """Processes that reported before it: the last MOST_ENDED. Their times are in `before`, so they cannot go on."""
     now: Times = field(default_factory=dict)
     """The last report of this process."""
     before: Times = field(default_factory=dict)
@@ -65,9 +68,14 @@ class Bill:
         entry = self.machines.setdefault(machine, MachineTimes())
         if entry.life != life:
             entry.before_usd = entry.usd()
-            entry.before, entry.now, entry.life = entry.times(), {}, life
+            entry.before, entry.now = entry.times(), {}
+            entry.ended, entry.life = [*entry.ended, entry.life][-MOST_ENDED:], life
         entry.now = {device: dict(jobs) for device, jobs in times.items()}
         entry.prices.update(dict.fromkeys(times, price))
+
+    def has_ended(self, machine: str, life: str) -> bool:
+        """Whether another process of the machine has reported after this one."""
+        return machine in self.machines and life in self.machines[machine].ended
 
     def devices(self) -> Times:
         """Times by device and job. Devices of other machines have the name of their machine before theirs."""

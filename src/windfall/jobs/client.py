@@ -19,14 +19,17 @@ TIMEOUT_S = 60.0
 class RequestRefused(WindfallError):
     """The service has answered, with an error."""
 
+    status = 0
+    """Of HTTP."""
+
 
 class JobsClient:
     """`on`: the address of a service, or its folder on this machine. `token`: the token or its file; None: the one in
-    that folder, or in the folder "fleet" here."""
+    that folder, or in the folder "fleet" here. `timeout_s`: for one answer."""
 
-    def __init__(self, on: str, token: str | None) -> None:
+    def __init__(self, on: str, token: str | None, timeout_s: float = TIMEOUT_S) -> None:
         folder = Path("fleet") if on.startswith(("http://", "https://")) else Path(on)
-        self.url = on.rstrip("/")
+        self.url, self._timeout_s = on.rstrip("/"), timeout_s
         if folder == Path(on):
             address = folders.read_json(folder / "address.json") or {}
             if not isinstance(address.get("url"), str):
@@ -51,7 +54,7 @@ class JobsClient:
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as e:
             raise _refusal(e, self.url) from None
@@ -61,9 +64,11 @@ class JobsClient:
             raise WindfallError(f"the service does not answer: {why}", where=f"{self.url}{path}", fix=fix) from None
 
 
-def _refusal(error: urllib.error.HTTPError, url: str) -> WindfallError:
+def _refusal(error: urllib.error.HTTPError, url: str) -> RequestRefused:
     try:
         said = json.load(error)["error"]
-        return RequestRefused(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
+        found = RequestRefused(str(said["what"]), where=str(said["where"]), fix=str(said["fix"]))
     except (OSError, ValueError, LookupError, TypeError):
-        return RequestRefused(f"the service answered with status {error.code}", where=url)
+        found = RequestRefused(f"the service answered with status {error.code}", where=url)
+    found.status = error.code
+    return found

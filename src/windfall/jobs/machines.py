@@ -16,7 +16,12 @@ from windfall.jobs.turn_log import TurnLog
 GONE_S = 30.0
 """Seconds without a report after which a machine is gone."""
 REPLACED_S = 10.0
-"""Seconds without a report after which another process may report under the name of a machine."""
+"""Seconds without a report after which another process may report under the name of a machine: it may have crashed and
+have joined again."""
+
+
+class NameInUse(WindfallError):
+    """Another process reports under the name of a machine."""
 
 
 @dataclass(kw_only=True)
@@ -46,9 +51,10 @@ class Machines:
         now_s, ahead_s = time.monotonic(), time.time() - report.now_s
         known = self._machines.get(name)
         if known is None or known.life != report.life:
-            if known is not None and now_s - known.seen_s < REPLACED_S:
+            recent = known is not None and now_s - known.seen_s < REPLACED_S
+            if recent or self._bill.has_ended(name, report.life):
                 what = f"another machine has joined as {name!r}"
-                raise WindfallError(what, where="--name", fix="Give every machine a --name of its own.")
+                raise NameInUse(what, where="--name", fix="Give every machine a --name of its own.")
             known = self._machines[name] = LastReport(life=report.life, ahead_s=ahead_s)
         known.seen_s, known.ahead_s, known.devices = now_s, min(known.ahead_s, ahead_s), report.devices
         self._bill.report(name, report.life, report.times, report.price_usd_per_h)

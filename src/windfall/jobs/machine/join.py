@@ -23,12 +23,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from windfall import errors
+from windfall import backoff, errors
 from windfall.errors import WindfallError
 from windfall.jobs.client import JobsClient, RequestRefused
 from windfall.jobs.machine import host as hosts
 from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.machine.report import EndedTurn, HeldDevice, MachineReport, UnconfirmedTurns
+from windfall.jobs.machines import REPLACED_S
 from windfall.jobs.settings import FleetSettings
 from windfall.link import network
 from windfall.processes.process import Handle
@@ -38,14 +39,21 @@ from windfall.turns.client import DEVICES
 from windfall.types import Lease
 
 EVERY_S = 1.0
+MOST_WAIT_S = 10.0
+"""Upper limit for the seconds between two reports while the service does not answer."""
+REPORT_S = 20.0
+"""Seconds to wait for the answer to a report."""
 KEPT_S = 10.0
 """Seconds for which the workers of a job stay that the service does not name: it may be starting again."""
 GONE_S = 600.0
 """Seconds without an answer of the service after which this machine ends its workers and the command."""
+NAME_IN_USE = 409
+FREE_NAME_S = 2 * REPLACED_S
+"""Seconds for which a new process tries again if its name is in use: it may be that of a machine that has crashed."""
 
 
 def main(on: str, token: str, name: str, settings: FleetSettings) -> int:
-    client = JobsClient(on, token)
+    client = JobsClient(on, token, REPORT_S)
     folder = Path(tempfile.mkdtemp(prefix="windfall-join-"))
     print(f"logs of the workers: {folder}", flush=True)
     asyncio.run(errors.guard(JoinedMachine(client, name or socket.gethostname(), settings, folder).run()))
@@ -67,19 +75,23 @@ class JoinedMachine:
     async def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        answered_s, accepted = time.monotonic(), False
+        began_s = answered_s = time.monotonic()
+        accepted, failures = False, 0
         async with self._host:
             try:
                 while not self._stop.is_set():
                     try:
                         self._follow(await self._report())
-                        answered_s, accepted = time.monotonic(), True
+                        answered_s, accepted, failures = time.monotonic(), True, 0
                     except WindfallError as e:
-                        if time.monotonic() - answered_s > GONE_S or (isinstance(e, RequestRefused) and not accepted):
+                        now_s = time.monotonic()
+                        if now_s - answered_s > GONE_S or _is_final(e, accepted, now_s - began_s):
                             raise
                         print(f"{e.what}; trying again", flush=True)
+                        failures += 1
+                    pause_s = backoff.delay_s(failures, first_s=EVERY_S, limit_s=MOST_WAIT_S)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stop.wait(), EVERY_S)
+                        await asyncio.wait_for(self._stop.wait(), pause_s)
             finally:
                 await self._end(list(self._workers))
                 with contextlib.suppress(WindfallError):  # what it does not get is on no bill
@@ -151,3 +163,20 @@ class JoinedMachine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_final(error: WindfallError, accepted: bool, age_s: float) -> bool:
+    """Whether trying again cannot help. `accepted`: the service has accepted a report before. `age_s`: of this process.
+
+    >>> refused, in_use, unreachable = RequestRefused("wrong token"), RequestRefused("name in use"), WindfallError("")
+    >>> in_use.status = NAME_IN_USE
+    >>> [_is_final(error, False, 5.0) for error in (refused, in_use, unreachable)]
+    [True, False, False]
+    >>> [_is_final(in_use, *args) for args in ((False, 60.0), (True, 60.0))]
+    [True, True]
+    """
+    if not isinstance(error, RequestRefused):
+        return False
+    if error.status == NAME_IN_USE:
+        return accepted or age_s > FREE_NAME_S
+    return not accepted

@@ -103,13 +103,24 @@ def test_start_depends_on_the_seed_alone() -> None:
     assert any(not torch.equal(t, other[name]) for name, t in same.items())
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("llama", False), ("llama", True), ("qwen3", False)])
-def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute: bool) -> None:
-    """Autograd on W + scale * B @ A, in a module of transformers that knows nothing of adapters."""
+@pytest.mark.parametrize(
+    ("name", "recompute", "targets"),
+    [
+        ("llama", False, "all"),
+        ("llama", True, "all"),
+        ("qwen3", False, "all"),
+        ("llama", False, ["v_proj", "lm_head"]),  # its head has the matrix of the embeddings
+        ("llama", False, ["embed_tokens"]),
+        ("qwen3", False, ["lm_head"]),
+        ("qwen3", True, ["down_proj", "lm_head", "embed_tokens"]),
+    ],
+)
+def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute: bool, targets: Any) -> None:
+    """Autograd on W + scale * B @ A in float64, in a module of transformers that knows nothing of adapters."""
     torch.set_num_threads(1)
     model = build(name)
     model.set_attn_implementation(attention.NAME)
-    adapters = attach(copy.deepcopy(model), rank=3, alpha=1.5)
+    adapters = attach(copy.deepcopy(model), rank=3, alpha=1.5, targets=targets)
     rng = np.random.default_rng(0)
     made = [
         Sample(ids=tuple(int(t) for t in rng.integers(3, 160, n)), targets=tuple(range(2, n)), behavior=np.zeros(0),
@@ -123,7 +134,8 @@ def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute
     learner = Learner(adapters.model, gradients, say=lambda line: None)
     learner.learn(made, 0.8, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
 
-    matrices = {n: (y.lora_A.detach().clone().requires_grad_(), y.lora_B.detach().clone().requires_grad_())
+    model.double()
+    matrices = {n: (y.lora_A.detach().double().requires_grad_(), y.lora_B.detach().double().requires_grad_())
                 for n, y in adapters.layers.items()}  # fmt: skip
     merged = {
         f"{n}.weight": model.get_submodule(n).weight.detach() + adapters.scale * b @ a for n, (a, b) in matrices.items()
@@ -131,9 +143,9 @@ def test_gradients_equal_those_of_an_explicit_merged_matrix(name: str, recompute
     model.set_attn_implementation("eager")
     loss = torch.zeros(())
     for s, w in zip(made, weights, strict=True):
-        out = torch.func.functional_call(model, merged, (torch.tensor([s.ids]),))
+        out = torch.func.functional_call(model, merged, (torch.tensor([s.ids]),), tie_weights=False)
         logp = torch.log_softmax(out.logits[0] / 0.8, -1)[[t - 1 for t in s.targets], [s.ids[t] for t in s.targets]]
-        loss = loss - (torch.from_numpy(w).float() * logp).sum()
+        loss = loss - (torch.from_numpy(w) * logp).sum()
     loss.backward()
     for n, layer in adapters.layers.items():
         for ours, theirs in zip((layer.lora_A, layer.lora_B), matrices[n], strict=True):
@@ -265,7 +277,7 @@ def test_reward_rises() -> None:
     ("section", "expected"),
     [
         ({"targets": ["q_prj"]}, "no layer named 'q_prj' in this model\nDid you mean 'q_proj'?"),
-        ({"targets": ["q_proj", "lm_head"]}, "no layer named 'lm_head' in this model\nKnown: down_proj, gate_proj"),
+        ({"targets": ["q_proj", "head"]}, "no layer named 'head' in this model\nDid you mean 'lm_head'?"),
         ({"rank": 3, "path": "saved"}, "train.lora.rank is 3, but this adapter has rank 2"),
         ({"alpha": 1.0, "path": "saved"}, "train.lora.alpha is 1, but this adapter has alpha 4"),
         ({"targets": ["v_proj"], "path": "saved"}, "other layers than train.lora.targets says: q_proj"),

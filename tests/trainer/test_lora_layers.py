@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, Any, str]] = {
     "one of the same input": ("llama", ["v_proj", "down_proj"], ""),
     "not in the first layer": ("qwen3, tied", ["q_proj", "o_proj", "gate_proj"], r"layers\.[12]\."),
     "only in the middle": ("llama", ["up_proj"], r"layers\.1\."),
+    "head": ("llama", ["q_proj", "lm_head"], ""),
+    "head alone, tied": ("qwen3, tied", ["lm_head"], ""),
+    "embeddings": ("llama", ["embed_tokens", "down_proj"], ""),
+    "head and embeddings, tied": ("qwen3, tied", ["embed_tokens", "lm_head"], ""),
 }
 """Model, targets, and a pattern of the layers that have adapters."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.small_models import build
 from windfall.engine.module_weights import copy_weights
 from windfall.errors import WindfallError
+from windfall.models import load
 from windfall.weights import merged
 from windfall.weights.merged import AdapterPair, MergedWeights
 
@@ -92,6 +93,20 @@ def test_no_weight_is_computed_before_it_is_copied(monkeypatch: pytest.MonkeyPat
     assert computed == []
     copy_weights(model, 1, both)
     assert len(computed) == 2
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_adapter_of_one_of_two_tied_weights_needs_an_engine_with_both(name: str) -> None:
+    model = build("llama")
+    weights = base(model)
+    given = MergedWeights(weights, adapter(model, name), 1.0)
+    with pytest.raises(WindfallError, match=f"an adapter of '{name}.weight', which is one tensor with"):
+        copy_weights(model, 1, given)
+    assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items()), "nothing was changed"
+    load.untie(model)
+    copy_weights(model, 1, given)
+    assert [n for n, t in model.state_dict().items() if not torch.equal(t, weights[n])] == [f"{name}.weight"]
+    assert torch.equal(model.state_dict()[f"{name}.weight"], given[f"{name}.weight"])
 
 
 def test_adapter_that_does_not_fit_is_refused() -> None:

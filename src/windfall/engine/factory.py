@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import re
 import sys
 import threading
 import time
@@ -25,6 +24,8 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
+from windfall.weights.adapter_folder import EMBEDDING
+from windfall.weights.merged import WEIGHT, is_repeated
 
 _building = threading.Lock()
 """While one thread builds a model without random weights, another must not: transformers replaces functions of torch,
@@ -89,10 +90,11 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
 
 def adapter_bytes(spec: EngineSpec, shapes: Mapping[str, Sequence[int]], item_bytes: int) -> int:
     """Bytes that the adapters of the spec take beside a model with these weights, if they change all matrices of its
-    decoder layers."""
+    decoder layers, the head and the embeddings."""
     from windfall.engine.cuda.adapters import padded_rank
 
-    sizes = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and re.search(r"\.\d+\.", name))
+    sizes = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and is_repeated(name))
+    sizes += sum(2 * sum(shape) for name, shape in shapes.items() if name.endswith(EMBEDDING + WEIGHT))
     return spec.adapters * padded_rank(spec.adapter_rank) * sizes * item_bytes
 
 

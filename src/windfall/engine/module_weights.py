@@ -40,11 +40,23 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
     known = {own[name].data_ptr() for name in weights if name in own}
     tied = {name for name in own.keys() - weights.keys() if own[name].data_ptr() in known}
     check_weights(version, weights, {name: tensor.shape for name, tensor in own.items()}, tied)
+    if isinstance(weights, MergedWeights):
+        _check_untied(version, weights, own)
     for name in weights:
         if isinstance(weights, MergedWeights):
             weights.copy_into(name, own[name])
         else:
             own[name].copy_(weights[name])
+
+
+def _check_untied(version: int, weights: MergedWeights, own: Mapping[str, Tensor]) -> None:
+    """Raise WindfallError if an adapter would change two weights that are one tensor in the module."""
+    at = {name: tensor.data_ptr() for name, tensor in own.items() if name in weights.base and tensor.numel()}
+    for name in weights.pairs:
+        both = [other for other, address in at.items() if address == at[name]]
+        if len(both) > 1:
+            what = f"version {version} has an adapter of {name!r}, which is one tensor with the engine's other weights"
+            raise WindfallError(what, where=", ".join(both), fix="Build the engine with tie_word_embeddings = false.")
 
 
 def copy_tree(model: Any) -> Any:

@@ -92,21 +92,31 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
     import torch
 
-    config, tensors, path = (
-        adapter_folder.read_config(folder),
-        adapter_folder.read_tensors(folder),
-        adapter_base(folder),
-    )
+    config, path = adapter_folder.read_config(folder), adapter_base(folder)
     model = load(path, dtype=dtype, device=device)
     weights = model.state_dict()
+    tensors = adapter_folder.read_tensors(folder, weights)
     found = merged.pairs(tensors, {name: t.shape for name, t in weights.items()}, str(folder))
     if adapter_folder.read_base(folder) is not None:
         digest = adapter_folder.base_digest(weights)
         adapter_folder.check_base(folder, AdapterBase(path=path, dtype=dtype, digest=digest))
+    if any(not merged.is_repeated(name) for name in found):
+        untie(model)
+        weights = model.state_dict()
     with torch.no_grad():
         for name, pair in found.items():
             weights[name].copy_(merged.merge(weights[name], pair, config.scale))
     return model
+
+
+def untie(model: Any) -> None:
+    """Give the head a matrix of its own if it has that of the embeddings."""
+    import torch
+
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        model.config.tie_word_embeddings = False
 
 
 def adapter_base(folder: Path) -> str:

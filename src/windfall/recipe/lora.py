@@ -25,25 +25,30 @@ class Lora(Section):
     """The product of the two adapter matrices is multiplied by `alpha` / `rank`. If left out: as in the adapter in
     `path`, otherwise twice the rank."""
     targets: Literal["all"] | Annotated[list[Target], Field(min_length=1)] = "all"
-    """Linear layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"]. "all" means
-    every linear layer of the decoder layers; with `path`, the layers of that adapter."""
+    """Layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"]: linear layers of the
+    decoder layers, "lm_head" and "embed_tokens". "all" means every linear layer of the decoder layers; with `path`, the
+    layers of that adapter."""
     path: FilePath | None = None
     """Directory of an adapter in Hugging Face PEFT format to start from. If left out, the first step generates with the
     model as it is."""
 
 
-def choose_layers(available: Iterable[str], targets: str | Sequence[str]) -> list[str]:
-    """The names of the layers that `targets` mean. `available`: the names of the linear layers of the decoder layers.
+def choose_layers(linear: Iterable[str], targets: str | Sequence[str], others: Iterable[str] = ()) -> list[str]:
+    """The names of the layers that `targets` mean. `linear`: the names of the linear layers of the decoder layers.
+    `others`: those of the head and the embeddings, which "all" does not mean.
 
     >>> choose_layers(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
     ['model.layers.0.mlp.up_proj']
+    >>> choose_layers(["model.layers.0.mlp.up_proj"], ["lm_head", "up_proj"], ["lm_head", "model.embed_tokens"])
+    ['model.layers.0.mlp.up_proj', 'lm_head']
     """
-    names = list(available)
-    if not names:
+    repeated = list(linear)
+    names = [*repeated, *others]
+    if not repeated:
         what = "this model has no plain linear layers in its decoder layers, so it cannot have adapters"
         raise WindfallError(what, where="train.lora", fix="Remove the section to train all weights.")
     if isinstance(targets, str):
-        return names
+        return repeated
     for target in targets:
         if not any(_matches(name, target) for name in names):
             fix = nearest(target.rpartition(".")[2], {name.rpartition(".")[2] for name in names})

@@ -24,7 +24,10 @@ from windfall.recipe.sections import Recipe
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks import rank_budget
 from windfall.weights import adapter_folder
+from windfall.weights.merged import is_repeated
 
+ENDS = ("lm_head", adapter_folder.EMBEDDING)
+"""The head and the embeddings, as targets of an adapter."""
 OWN_ENGINE_SHARE = 0.3
 """Share of the free memory that the KV cache of an engine on the trainer's device may use."""
 
@@ -90,6 +93,9 @@ def base_spec(
     specs = [spec(recipe.of(name), model_config, dtype, longest[name]) for name in names]
     sections = [lora for name in names if (lora := recipe.of(name).train.lora) is not None]
     beside = len(names) > 1 or bool(recipe.policies and sections and recipe.run.deterministic)
+    if not beside and any(map(changes_ends, sections)):  # merged into one of them, head and embeddings differ
+        fields = json.loads(specs[0].model_config) | {"tie_word_embeddings": False}
+        specs[0] = msgspec.structs.replace(specs[0], model_config=json.dumps(fields))
     return msgspec.structs.replace(
         specs[0],
         longest=max(each.longest for each in specs),
@@ -105,6 +111,13 @@ def rank_of(section: Lora) -> int:
     if section.path is not None:
         return adapter_folder.read_config(section.path).rank
     return section.rank or DEFAULT_RANK
+
+
+def changes_ends(section: Lora) -> bool:
+    """Whether the adapter changes the head or the embeddings."""
+    if section.path is not None:
+        return any(not is_repeated(name) for name in adapter_folder.layers(section.path))
+    return section.targets != "all" and any(target.rpartition(".")[2] in ENDS for target in section.targets)
 
 
 def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:

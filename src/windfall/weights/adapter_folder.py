@@ -2,11 +2,17 @@
 
     adapter_config.json          rank, alpha, the adapted layers, the name of the base model
     adapter_model.safetensors    base_model.model.LAYER.lora_A.weight (rank x inputs), ...lora_B.weight (outputs x rank)
+                                 of embeddings: ...lora_embedding_A (rank x tokens), ...lora_embedding_B (size x rank)
     windfall/state.json          only in checkpoints of windfall: name and digest of the base model, and more
+
+PEFT multiplies the two matrices of an embedding the other way round than those of a linear layer. In windfall the
+matrices of every weight W are A and B with W + scale * B A, whatever the layer, so here those of embeddings are
+transposed and change places. If the head or the embeddings are adapted, PEFT also writes their weights without the
+adapter (LAYER.base_layer.weight). They must be those of the base; windfall does not write them.
 
 The package peft is not needed. Which layers are adapted is read from the names of the tensors, not from
 `target_modules`, which may be a pattern. A key of the configuration is refused by its name if it makes the adapter
-compute anything but a product of two matrices for a linear layer (DoRA, biases, whole modules), or gives some layers
+compute anything but a product of two matrices for a layer (DoRA, biases, whole modules), or gives some layers
 another rank. `lora_dropout` is ignored: it applies only to training with PEFT.
 """
 
@@ -22,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights.merged import LORA_A, LORA_B
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +36,10 @@ if TYPE_CHECKING:
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 STATE = "windfall/state.json"
 PREFIX = "base_model.model."
+EMBEDDING = "embed_tokens"
+"""The last part of the name of a model's embedding of tokens."""
+EMBEDDING_A, EMBEDDING_B, BASE_WEIGHT = ".lora_embedding_A", ".lora_embedding_B", ".base_layer.weight"
+MATRICES = (LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []), "alpha_pattern": (None, {}), "bias": (None, "none"),
     "fan_in_fan_out": (None, False), "layer_replication": (None, []), "lora_bias": (None, False),
@@ -117,8 +127,20 @@ def check_asked(folder: Path, config: AdapterConfig, *, rank: int | None, alpha:
             raise WindfallError(what, where=str(folder), fix=fix)
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors as LAYER.lora_A.weight and LAYER.lora_B.weight."""
+def layers(folder: Path) -> set[str]:
+    """The names of the layers that the adapter changes."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(folder / TENSORS), "pt") as file:
+            names = [name.removeprefix(PREFIX) for name in file.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as e:
+        raise WindfallError(f"cannot be read: {e}", where=str(folder / TENSORS)) from e
+    return {name.removesuffix(ending) for name in names for ending in MATRICES if name.endswith(ending)}
+
+
+def read_tensors(folder: Path, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as LAYER.lora_A.weight and LAYER.lora_B.weight. `base`: the weights of the base model."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -130,12 +152,32 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as e:
         raise WindfallError(f"cannot be read: {e}", where=str(path), fix="Restore the file from a copy.") from e
-    out = {name.removeprefix(PREFIX): t for name, t in tensors.items()}
+    out: dict[str, torch.Tensor] = {}
+    for name, t in ((name.removeprefix(PREFIX), t) for name, t in tensors.items()):
+        if name.endswith(BASE_WEIGHT):
+            _check_equal(name.removesuffix(BASE_WEIGHT) + WEIGHT, t, base, path)
+        elif name.endswith(EMBEDDING_A):
+            out[name.removesuffix(EMBEDDING_A) + LORA_B] = t.T
+        elif name.endswith(EMBEDDING_B):
+            out[name.removesuffix(EMBEDDING_B) + LORA_A] = t.T
+        else:
+            out[name] = t
     odd = next((name for name in out if not name.endswith((LORA_A, LORA_B))), None)
     if odd is not None or not out:
-        what = f"the tensor {odd!r} is not a LoRA matrix of a linear layer" if odd else "there are no tensors"
-        raise WindfallError(what, where=str(path), fix="Use a plain LoRA adapter of linear layers.")
+        what = f"the tensor {odd!r} is not a LoRA matrix of a layer" if odd else "there are no LoRA matrices"
+        raise WindfallError(what, where=str(path), fix="Use a plain LoRA adapter.")
     return out
+
+
+def _check_equal(name: str, saved: torch.Tensor, base: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Refuse a weight that was saved with the adapter and is not that of the base. One of both may be rounded."""
+    own = base[name].detach().cpu() if name in base else saved.new_empty(0)
+    alike = saved.shape == own.shape and (
+        bool((saved.to(own.dtype) == own).all()) or bool((own.to(saved.dtype) == saved).all())
+    )
+    if not alike:
+        what = f"the adapter comes with another {name!r} than its base has"
+        raise WindfallError(what, where=str(path), fix="Use the base model of this adapter, unchanged.")
 
 
 def write(folder: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -161,8 +203,15 @@ def write(folder: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tenso
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
-    named = {PREFIX + name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    named = dict(_as_peft(name, t.detach().cpu()) for name, t in tensors.items())
     save_file(named, str(folder / TENSORS), metadata={"format": "pt"})
+
+
+def _as_peft(name: str, t: torch.Tensor) -> tuple[str, torch.Tensor]:
+    layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
+    if layer.rpartition(".")[2] == EMBEDDING:
+        name, t = layer + (EMBEDDING_B if name.endswith(LORA_A) else EMBEDDING_A), t.T
+    return PREFIX + name, t.contiguous()
 
 
 def base_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -8,7 +8,10 @@ adapters beside each other merges nothing: it takes `base`, `pairs` and `scale`.
 Rules:
 - the sum is computed in float32 and rounded once, to the dtype of the engine. `merge` is the only place that does so:
   workers, the trainer's own engine and `windfall export` get the same bits from the same tensors;
-- the two matrices of `NAME.weight` are `NAME.lora_A.weight` (rank x inputs) and `NAME.lora_B.weight` (outputs x rank);
+- the two matrices of `NAME.weight` are `NAME.lora_A.weight` (rank x inputs) and `NAME.lora_B.weight` (outputs x rank).
+  The weight of the embeddings has a row per token, so there A is rank x size and B tokens x rank;
+- an adapter changes one weight. If head and embeddings are one matrix in the base, the engine has two (`untie` of
+  models/load.py, `model_config` of its EngineSpec), and otherwise refuses the adapter;
 - an adapter that does not fit the base is refused when the mapping is built, before anything is copied.
 
 The functions import torch when they are called.
@@ -16,6 +19,7 @@ The functions import torch when they are called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHT, LORA_A, LORA_B = ".weight", ".lora_A.weight", ".lora_B.weight"
+
+
+def is_repeated(name: str) -> bool:
+    """Whether a layer or weight with this name belongs to a decoder layer, unlike the head and the embeddings.
+
+    >>> is_repeated("model.layers.1.mlp.up_proj"), is_repeated("lm_head.weight")
+    (True, False)
+    """
+    return re.search(r"\.\d+\.", name) is not None
 
 
 class AdapterPair(NamedTuple):

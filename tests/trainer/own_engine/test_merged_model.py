@@ -11,14 +11,15 @@ import torch
 
 from tests.support.gpu_case import graph_engine
 from tests.support.small_models import build, drain, engine, logprobs, requests, tokens
-from windfall.models import attention
+from windfall.models import attention, load
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.own_engine.merged_model import MergedModel
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
-from windfall.weights.merged import MergedWeights
+from windfall.weights.merged import MergedWeights, is_repeated
 
-TARGETS = {"all": "all", "q and v, up": ["q_proj", "v_proj", "up_proj"]}
+TARGETS = {"all": "all", "q and v, up": ["q_proj", "v_proj", "up_proj"],
+           "head": ["k_proj", "lm_head"], "embeddings": ["embed_tokens"]}  # fmt: skip
 
 
 @pytest.fixture(params=["llama", "qwen3"])
@@ -44,7 +45,10 @@ def update(adapters: lora.Adapters, seed: int) -> None:
 
 def worker_engine(base: Any, adapters: lora.Adapters) -> Any:
     """An engine after a worker's swap."""
-    out = engine(copy.deepcopy(base))
+    model = copy.deepcopy(base)
+    if any(not is_repeated(name) for name in adapters.layers):
+        load.untie(model)
+    out = engine(model)
     published = {n: t.detach().clone() for n, t in adapters.tensors().items()}
     out.swap(1, MergedWeights(base.state_dict(), published, adapters.scale))
     return out

@@ -23,9 +23,11 @@ from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.training import CheckpointState, Sample
 
 SIZES = (1, 2, 4)
+LR = 1e-2
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
 RECIPE: dict[str, Any] = {
     "model": {"path": "tiny"},
-    "train": {"lora": {"rank": 6}, "lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0},
+    "train": {"lora": {"rank": 6, "targets": LAYERS}, "lr": LR, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0},
     "run": {"steps": 9, "device": "cpu"},
 }
 
@@ -89,13 +91,14 @@ def work(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None, st
 
 def close(ours: Path, theirs: Path) -> None:
     """The files hold the same tensors up to rounding. Adam divides a gradient by its own size, so elements whose
-    gradient is almost zero differ by more: in bfloat16 up to 4 % of them, which the norm bounds."""
+    gradient is almost zero differ by more, up to twice the learning rate per step: in bfloat16 up to 4 % of them, which
+    the norm bounds; in a small matrix, one or two."""
     one, two = load_file(ours), load_file(theirs)
     assert one.keys() == two.keys()
     for name, value in one.items():
         equal = torch.isclose(two[name], value, rtol=1e-3, atol=1e-5).float().mean()
         assert equal >= 0.9, f"{name}: {equal:.2%} of the elements are equal"
-        assert (two[name] - value).norm() < 5e-3 * value.norm(), name
+        assert (two[name] - value).norm() < max(5e-3 * value.norm(), 4 * LR), name
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 from windfall.engine.module_weights import copy_tree
 from windfall.errors import WindfallError
-from windfall.weights.merged import WEIGHT, AdapterPair
+from windfall.weights.merged import WEIGHT, AdapterPair, is_repeated
 
 
 class RowAdapters:
@@ -85,8 +85,10 @@ class TorchAdapters:
         """Raise WindfallError if an adapter with these matrices cannot be used."""
         for name in pairs:
             layer = name.removesuffix(WEIGHT)
-            if not isinstance(self.tree.get_submodule(layer), nn.Linear | AdaptedLinear):
-                raise WindfallError(f"an adapter of {layer!r} is not supported: it is not a linear layer")
+            if not is_repeated(layer) or not isinstance(self.tree.get_submodule(layer), nn.Linear | AdaptedLinear):
+                raise WindfallError(
+                    f"an adapter of {layer!r} is not supported: it is not a linear layer of a decoder layer"
+                )
 
     @torch.no_grad()
     def hold(self, number: int, pairs: Mapping[str, AdapterPair], scale: float) -> None:

@@ -243,7 +243,7 @@ def _load_base(base: str, paths: Mapping[str, str], dtype: str, device: str) -> 
         pairs, scale = {}, 1.0
         if is_adapter(folder):
             adapter_folder.check_base(folder, AdapterBase(path=base, dtype=dtype, digest=digest))
-            pairs, scale = adapter_folder.read_tensors(folder), adapter_folder.read_config(folder).scale
+            pairs, scale = adapter_folder.read_tensors(folder, weights), adapter_folder.read_config(folder).scale
         adapters[name] = MergedWeights(shapes, pairs, scale, base_is_loaded=True)
     pull = lambda load, stop: PulledWeights(digest=load.digest, tensors=adapters[load.policy])  # noqa: E731
     return model, pull, [each.rank for each in adapters.values()]

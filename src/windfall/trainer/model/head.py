@@ -7,6 +7,8 @@ in memory, are overwritten by their gradient. This takes three products with the
 hidden states, gradient of the matrix. A tile ends where a response ends. A response that is too long for a tile is
 split into several row ranges, whose logits are computed twice.
 
+The head's matrix may have an adapter (lora.py): then a tile also takes the narrow products with its two matrices.
+
 This holds for heads that are one linear map. A model that changes its logits further (a final soft cap, a scale)
 computes them with its own code, `model_logits`, and autograd computes the gradient: one more product.
 """
@@ -21,11 +23,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers.modeling_outputs import BaseModelOutput
 
 from windfall.free_memory import free_bytes
 from windfall.trainer.model import layers
 from windfall.trainer.model.gradients import Gradients, add_product
+from windfall.trainer.model.lora import LoraLayer
+from windfall.weights.merged import AdapterPair
 
 CPU_LOGITS = 1 << 23
 """Logits held at once: 32 MiB in float32, close to the size of the caches."""
@@ -41,8 +46,18 @@ WeightsFn = Callable[[int, int, np.ndarray, np.ndarray], np.ndarray]
 class Head:
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
-        self.linear = model.get_output_embeddings()
         self.ops = layers.for_device(device)
+
+    @property
+    def linear(self) -> Any:
+        """The layer of the head. It is replaced when it gets an adapter (lora.py)."""
+        return self._model.get_output_embeddings()
+
+    @property
+    def adapter(self) -> tuple[AdapterPair, float] | None:
+        """The adapter of the layer that has an effect now, and its scale."""
+        layer = self.linear
+        return layer.adapter if isinstance(layer, LoraLayer) else None
 
     @cached_property
     def custom(self) -> Logits | None:
@@ -51,11 +66,21 @@ class Head:
         return custom_head(self._model)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (self.custom or self.linear)(hidden)
+        if self.custom is not None:
+            return self.custom(hidden)
+        if self.adapter is None:
+            return self.linear(hidden)
+        (a, b), scale = self.adapter
+        y = linear(hidden, self.linear.weight, self.linear.bias)
+        return y.addmm_(linear(hidden, a), b.t(), alpha=scale)
 
     def weights(self) -> list[Tensor]:
         """The trained weights between hidden states and logits."""
-        own = [self.linear.weight, getattr(self.linear, "bias", None)]
+        own = [
+            self.linear.weight,
+            getattr(self.linear, "bias", None),
+            *(self.adapter[0] if self.adapter is not None else ()),
+        ]
         if self.custom is not None:
             body = {id(p) for p in self._model.get_decoder().parameters()}
             own += [p for p in self._model.parameters() if id(p) not in body]
@@ -205,15 +230,25 @@ class _Loss:
                 if total is not None and value is not None:
                     total.add_(value)
             return
-        logits = head.linear(hidden) if logits is None else logits
+        logits = head.logits(hidden) if logits is None else logits
         grad = head.ops.token_logprobs_backward(logits, targets, sums, weights, self.temperature)
         torch.mm(grad, head.linear.weight, out=self._back[a:b])
-        total = self._totals.get(id(head.linear.weight))
-        if total is not None:
-            add_product(total, grad, hidden)
+        self._add_product(head.linear.weight, grad, hidden)
         total = self._totals.get(id(getattr(head.linear, "bias", None)))
         if total is not None:
             total.add_(grad.float().sum(0))
+        if head.adapter is not None:
+            pair, scale = head.adapter
+            inner = scale * (grad @ pair.b)
+            self._back[a:b].addmm_(inner, pair.a)
+            self._add_product(pair.a, inner, hidden)
+            self._add_product(pair.b, grad, scale * linear(hidden, pair.a))
+
+    def _add_product(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Add grad.T @ x to the gradient of a weight, if it is trained."""
+        total = self._totals.get(id(weight))
+        if total is not None:
+            add_product(total, grad, x)
 
 
 class _BodyOutput(BaseModelOutput):
@@ -239,9 +274,9 @@ def model_logits(model: Any, hidden: Tensor) -> Tensor:
 def custom_head(model: Any) -> Logits | None:
     """The model's own code for its logits; None if they are one linear map of its hidden states. Determined by a
     comparison, with hidden states that are large enough for any cap to have an effect."""
-    linear, draw = model.get_output_embeddings(), torch.Generator().manual_seed(0)
-    hidden = 100 * torch.randn(4, linear.weight.shape[1], generator=draw).to(linear.weight)
-    plain, own = linear(hidden).float(), model_logits(model, hidden).float()
+    layer, draw = model.get_output_embeddings(), torch.Generator().manual_seed(0)
+    hidden = 100 * torch.randn(4, layer.weight.shape[1], generator=draw).to(layer.weight)
+    plain, own = layer(hidden).float(), model_logits(model, hidden).float()
     same = plain.shape == own.shape and bool((plain - own).norm() <= 1e-3 * plain.norm())
     return None if same else partial(model_logits, model)
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from windfall.engine.torch.packed import Packed
 from windfall.free_memory import free_bytes
@@ -26,7 +27,7 @@ from windfall.trainer.model import activation_memory
 from windfall.trainer.model import layers as plain
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, accept_float32
-from windfall.trainer.model.lora import LoraLinear, is_adapter
+from windfall.trainer.model.lora import LoraEmbedding, LoraLinear, is_adapter
 from windfall.trainer.model.projection import Projection, make_adjacent
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -121,8 +122,8 @@ class LlamaBody:
 
     def __call__(self, rows: PackedRows) -> Tensor:
         """Hidden states of the wanted rows."""
-        base, apply = self.base, cast(Any, _Embedding.apply)
-        x = apply(base.embed_tokens.weight, rows.ids, base.embed_tokens.padding_idx, self.gradients)
+        base = self.base
+        x = _embed(base.embed_tokens, rows.ids, self.gradients)
         cos, sin = (a[0].contiguous() for a in base.rotary_emb(x[None], rows.positions[None]))
         tape = Tape(rows.batch, cos, sin, self.levels(len(x), x.device) if torch.is_grad_enabled() else None)
         for module, layer in zip(base.layers, self.layers, strict=True):
@@ -143,19 +144,37 @@ def _forward(self: Any, *args: Any, layer: LlamaLayer | None = None, **kwargs: A
     return type(self).forward(self, *args, **kwargs) if layer is None else layer(*args, **kwargs)
 
 
+def _embed(layer: Any, ids: Tensor, gradients: Gradients | None) -> Tensor:
+    """The embeddings of these tokens, with the adapter that has an effect now, if there is one."""
+    pair, scale = (layer.adapter if isinstance(layer, LoraEmbedding) else None) or ((), 0.0)
+    return cast(Tensor, _Embedding.apply(ids, layer.padding_idx, scale, gradients, layer.weight, *pair))
+
+
 class _Embedding(torch.autograd.Function):
+    """Its last inputs are the weight and the two matrices of the adapter, if there is one."""
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, gradients: Gradients | None) -> Tensor:
-        ctx.save_for_backward(weight, ids)
-        ctx.rest = padding, gradients
-        return torch.nn.functional.embedding(ids, weight)
+    def forward(
+        ctx: Any, ids: Tensor, padding: int | None, scale: float, gradients: Gradients | None, weight: Tensor,
+        *pair: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(ids, weight, *pair)
+        ctx.rest = padding, scale, gradients
+        x = embedding(ids, weight)
+        return x.addmm_(embedding(ids, pair[1]), pair[0], alpha=scale) if pair else x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (weight, ids), (padding, gradients), dx = ctx.saved_tensors, ctx.rest, grads[0]
+        (ids, weight, *pair), (padding, scale, gradients), dx = ctx.saved_tensors, ctx.rest, grads[0]
+        rows = dx
         if padding is not None:  # torch never trains that row of an embedding
-            dx = dx.masked_fill((ids == padding)[:, None], 0.0)
-        return gradients.add_rows(weight, ids, dx), None, None, None
+            rows = dx.masked_fill((ids == padding)[:, None], 0.0)
+        found = [gradients.add_rows(weight, ids, rows)]
+        if pair:
+            a, b = pair
+            found += gradients.product([a], scale * embedding(ids, b), dx)
+            found.append(gradients.add_rows(b, ids, scale * (rows @ a.t())))
+        return None, None, None, None, *found
 
 
 class _FinalNorm(torch.autograd.Function):

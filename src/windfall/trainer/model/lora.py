@@ -2,8 +2,10 @@
 
     y = x @ W.T + scale * (x @ A.T) @ B.T        A: rank x inputs    B: outputs x rank    scale = alpha / rank
 
-`attach` replaces the adapted linear layers of a module in place. A `LoraLinear` holds the very parameters of the layer
-that it replaces, under the same names, so everything that reads weights by name finds the base unchanged.
+`attach` replaces the adapted layers of a module in place. A `LoraLinear` holds the very parameters of the layer that it
+replaces, under the same names, so everything that reads weights by name finds the base unchanged. A `LoraEmbedding`
+adds to the matrix of the embeddings in the same way: the row of a token is W[token] + scale * B[token] @ A. If head and
+embeddings are one matrix in the base, an adapter of one of them has no effect on the other.
 
 Rules:
 - a module may have adapters of several policies, on the same layers or on others. The weights of the base exist once.
@@ -21,20 +23,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from windfall.errors import WindfallError
 from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, Lora, choose_layers
 from windfall.weights import adapter_folder
-from windfall.weights.adapter_folder import AdapterConfig
-from windfall.weights.merged import WEIGHT, AdapterPair, pairs
+from windfall.weights.adapter_folder import EMBEDDING, AdapterConfig
+from windfall.weights.merged import WEIGHT, AdapterPair, is_repeated, pairs
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -66,20 +67,18 @@ class ActivePolicy:
         """None: the module computes what the base model computes."""
 
 
-class LoraLinear(nn.Linear):
-    """A linear layer with an adapter for each of some policies. `weight` and `bias` are those of the layer that it
-    replaces, frozen."""
+class LoraLayer(nn.Module):
+    """A layer with an adapter for each of some policies. Its own parameters are those of the layer that it replaces,
+    frozen."""
 
+    weight: Tensor
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     """Of the only policy of a run without [policies]."""
 
-    def __init__(self, base: nn.Linear, active: ActivePolicy) -> None:
+    def __init__(self, base: nn.Linear | nn.Embedding, active: ActivePolicy) -> None:
         nn.Module.__init__(self)
-        self.in_features = base.in_features
-        self.out_features = base.out_features
         self.weight = base.weight
-        self.register_parameter("bias", base.bias)
         self.active = active
         self.scales: dict[str, float] = {}
         """By policy: those that have an adapter of this layer."""
@@ -100,6 +99,14 @@ class LoraLinear(nn.Linear):
         policy = self.active.name
         return (self.pair(policy), self.scales[policy]) if policy in self.scales else None
 
+
+class LoraLinear(LoraLayer, nn.Linear):
+    def __init__(self, base: nn.Linear, active: ActivePolicy) -> None:
+        super().__init__(base, active)
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.register_parameter("bias", base.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         y = linear(input, self.weight, self.bias)
         if self.adapter is None:
@@ -108,10 +115,33 @@ class LoraLinear(nn.Linear):
         return y + scale * linear(linear(input, a), b)
 
 
+class LoraEmbedding(LoraLayer, nn.Embedding):
+    def __init__(self, base: nn.Embedding, active: ActivePolicy) -> None:
+        super().__init__(base, active)
+        self.num_embeddings = base.num_embeddings
+        self.embedding_dim = base.embedding_dim
+        self.padding_idx = base.padding_idx
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = embedding(input, self.weight, self.padding_idx)
+        if self.adapter is None:
+            return x
+        (a, b), scale = self.adapter
+        return x + scale * (embedding(input, b, self.padding_idx) @ a)
+
+
+def lora_layer(base: nn.Module, active: ActivePolicy) -> LoraLayer:
+    """What takes the place of this layer when it gets its first adapter."""
+    if isinstance(base, nn.Embedding):
+        return LoraEmbedding(base, active)
+    assert isinstance(base, nn.Linear)
+    return LoraLinear(base, active)
+
+
 class Adapters:
     """All adapters of a policy in a module. Takes the place of the module where a checkpoint is saved."""
 
-    def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLinear], policy: str = "") -> None:
+    def __init__(self, model: Any, config: AdapterConfig, layers: Mapping[str, LoraLayer], policy: str = "") -> None:
         self.model = model
         self.config = config
         self.layers = layers
@@ -164,20 +194,20 @@ def attach(
     """Freeze the model and add adapters: those of the checkpoint or of `section.path`, otherwise new ones. `base` is
     the name of the model, for programs that read the adapter later. Adapters of other policies stay as they are; the
     new ones are in use."""
-    available, folder = linear_layers(model), checkpoint or section.path
+    available, folder = adaptable_layers(model), checkpoint or section.path
     if folder is not None:
         config, found = _read(model, available, folder)
         _check_recipe(section, config, available, found, folder)
     else:
         rank = section.rank or DEFAULT_RANK
         config = AdapterConfig(rank=rank, alpha=section.alpha or DEFAULT_ALPHA_PER_RANK * rank, base=base)
-        found = _new(available, choose_layers(available, section.targets), rank, seed)
+        found = _new(available, _chosen(available, section), rank, seed)
     config = AdapterConfig(rank=config.rank, alpha=config.alpha, base=base, targets=_shortened(found, available))
-    adapted = {name: layer for name, layer in available.items() if isinstance(layer, LoraLinear)}
+    adapted = {name: layer for name, layer in available.items() if isinstance(layer, LoraLayer)}
     active = next((layer.active for layer in adapted.values()), ActivePolicy())
     if not adapted:
         model.requires_grad_(False)
-    layers = {name: adapted.get(name) or LoraLinear(available[name], active) for name in found}
+    layers = {name: adapted.get(name) or lora_layer(available[name], active) for name in found}
     for name, layer in layers.items():
         layer.add(policy, found[name], config.scale)
         parent, _, own = name.rpartition(".")
@@ -187,13 +217,18 @@ def attach(
     return adapters
 
 
-def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """The linear layers of the decoder layers, by name. Parts of a model that are not repeated (embeddings, the head)
-    are not among them, nor are layers that compute anything more than a linear map and an adapter."""
-    numbered = re.compile(r"\.\d+\.")
-    return {
-        name: m for name, m in model.named_modules() if type(m) in (nn.Linear, LoraLinear) and numbered.search(name)
-    }
+def adaptable_layers(model: Any) -> dict[str, Any]:
+    """The layers that can have adapters, by name: the linear layers of the decoder layers, then the head and the
+    embeddings of the tokens. Layers that compute anything more, apart from an adapter, are not among them."""
+    head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
+    named = dict(model.named_modules())
+    found = {name: m for name, m in named.items() if type(m) in (nn.Linear, LoraLinear) and is_repeated(name)}
+    found |= {name: m for name, m in named.items() if m is head and type(m) in (nn.Linear, LoraLinear)}
+    for name, m in named.items():
+        plain = type(m) is nn.Embedding and m.max_norm is None and not m.scale_grad_by_freq
+        if m is tokens and name.rpartition(".")[2] == EMBEDDING and (plain or type(m) is LoraEmbedding):
+            found[name] = m
+    return found
 
 
 def trained_parameters(model: Any, section: Lora | None) -> int:
@@ -201,30 +236,35 @@ def trained_parameters(model: Any, section: Lora | None) -> int:
     not read yet (`section.path`) this is an estimate."""
     if section is None:
         return sum(p.numel() for p in model.parameters())
-    available = linear_layers(model)
-    sizes = [available[n].in_features + available[n].out_features for n in choose_layers(available, section.targets)]
-    return sum(sizes) * (section.rank or DEFAULT_RANK)
+    available = adaptable_layers(model)
+    return sum(sum(available[n].weight.shape) for n in _chosen(available, section)) * (section.rank or DEFAULT_RANK)
 
 
-def _new(available: Mapping[str, nn.Linear], names: Iterable[str], rank: int, seed: int) -> dict[str, AdapterPair]:
+def _chosen(available: Iterable[str], section: Lora) -> list[str]:
+    """The layers that the section means."""
+    linear, others = [n for n in available if is_repeated(n)], [n for n in available if not is_repeated(n)]
+    return choose_layers(linear, section.targets, others)
+
+
+def _new(available: Mapping[str, Any], names: Iterable[str], rank: int, seed: int) -> dict[str, AdapterPair]:
     generator, out = torch.Generator().manual_seed(seed), {}
     for name in names:
-        inputs, outputs = available[name].in_features, available[name].out_features
+        outputs, inputs = available[name].weight.shape
         a = torch.empty(rank, inputs)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # like PEFT
         out[name] = AdapterPair(a, torch.zeros(outputs, rank))
     return out
 
 
-def _read(model: Any, available: Mapping[str, nn.Linear], folder: Path) -> tuple[AdapterConfig, dict[str, AdapterPair]]:
+def _read(model: Any, available: Mapping[str, Any], folder: Path) -> tuple[AdapterConfig, dict[str, AdapterPair]]:
     """The adapter in a folder, by layer, checked against the model."""
-    config, tensors = adapter_folder.read_config(folder), adapter_folder.read_tensors(folder)
-    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    weights, config = base_tensors(model), adapter_folder.read_config(folder)
+    tensors, shapes = adapter_folder.read_tensors(folder, weights), {name: t.shape for name, t in weights.items()}
     found = {name.removesuffix(WEIGHT): pair for name, pair in pairs(tensors, shapes, str(folder)).items()}
     for name, pair in found.items():
         if name not in available:
             what = f"an adapter of {name!r} is not supported"
-            fix = "Use an adapter of linear layers within the decoder layers."
+            fix = "Use an adapter of linear layers of the decoder layers, of lm_head or of embed_tokens."
             raise WindfallError(what, where=str(folder), fix=fix)
         if len(pair.a) != config.rank:
             what = f"the adapter of {name!r} has rank {len(pair.a)}, but {adapter_folder.CONFIG} says {config.rank}"
@@ -237,7 +277,7 @@ def _check_recipe(
 ) -> None:
     """Refuse an adapter that is not what the recipe says."""
     adapter_folder.check_asked(folder, config, rank=section.rank, alpha=section.alpha)
-    if section.targets != "all" and choose_layers(available, section.targets) != list(found):
+    if section.targets != "all" and _chosen(available, section) != list(found):
         what = f"this adapter has other layers than train.lora.targets says: {', '.join(_shortened(found, available))}"
         raise WindfallError(what, where=str(folder), fix="Remove train.lora.targets to use the layers of the adapter.")
 

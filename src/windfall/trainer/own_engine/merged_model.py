@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from windfall.engine.module_weights import copy_tree, replace_linear
-from windfall.trainer.model.lora import LoraLinear
+from windfall.trainer.model.lora import LoraLayer, LoraLinear
 from windfall.weights.merged import merge
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -32,10 +32,10 @@ class MergedModel:
     def __init__(self, model: Any) -> None:
         """`model`: the trainer's module, with adapters attached."""
         self.module: Any = copy_tree(model)
-        self._adapted: list[tuple[Tensor, LoraLinear]] = []
+        self._adapted: list[tuple[Tensor, LoraLayer]] = []
         """The merged copies, and the trainer's layers that they belong to."""
         for name, layer in model.named_modules():
-            if isinstance(layer, LoraLinear):
+            if isinstance(layer, LoraLayer):
                 self._adapted.append((self._replace(name, layer), layer))
         for name in _beside(model):
             layer = model.get_submodule(name)
@@ -49,10 +49,16 @@ class MergedModel:
         for own, layer in self._adapted:
             own.copy_(merge(layer.weight, layer.pair(""), layer.scales[""]))  # it is for runs with one policy
 
-    def _replace(self, name: str, layer: nn.Linear) -> Tensor:
-        """Put a plain linear layer with a matrix of its own at this place. Returns the matrix."""
+    def _replace(self, name: str, layer: Any) -> Tensor:
+        """Put a plain layer with a matrix of its own at this place. Returns the matrix."""
         own = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
-        replace_linear(self.module, name, nn.Linear, own)
+        if isinstance(layer, nn.Embedding):
+            plain = nn.Embedding.from_pretrained(own, freeze=True, padding_idx=layer.padding_idx)
+            plain.weight = own
+            parent, _, last = name.rpartition(".")
+            setattr(self.module.get_submodule(parent), last, plain)
+        else:
+            replace_linear(self.module, name, nn.Linear, own)
         return own
 
 

@@ -1,0 +1,275 @@
+"""The JSON bodies of requests: which fields they have, and their types.
+
+Rules:
+- A field that would change the result is honored or refused, never ignored.
+- A field that is not known here is refused, unless its value says that it is not used: null, false, 0 or empty. A newer
+  SDK sends such fields with every request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from windfall.errors import nearest
+from windfall.tinker.calls import Metadata, Refusal
+
+MAX_SEQUENCES = 4096
+"""Largest number of sequences of a sample."""
+MAX_ECHO = 200
+"""Characters of a client's text that an error repeats at most."""
+Natural = Annotated[int, Meta(ge=0)]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Name = Annotated[str, Meta(min_length=1)]
+TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
+T = TypeVar("T")
+
+
+class CreateSession(Struct):
+    tags: list[str] = []
+    user_metadata: Metadata | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Struct):
+    session_id: Name
+
+
+class Lora(Struct):
+    rank: Annotated[int, Meta(ge=1)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelBody(Struct):
+    session_id: Name
+    model_seq_id: Natural
+    base_model: Name
+    user_metadata: Metadata | None = None
+    lora_config: Lora | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+class LoadWeightsBody(Struct):
+    path: Name
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: Natural | None = None
+    session_id: str | None = None
+    model_seq_id: Natural | None = None
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class ModelBody(Struct):
+    model_id: Name
+
+
+class AdamFields(Struct):
+    learning_rate: Annotated[float, Meta(ge=0)] = 1e-4
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Meta(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepBody(Struct):
+    model_id: Name
+    seq_id: Natural
+    adam_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeightsBody(Struct):
+    model_id: Name
+    seq_id: Natural
+    path: str | None = None
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSamplerBody(Struct):
+    model_id: Name
+    seq_id: Natural
+    path: str | None = None
+    sampling_session_seq_id: Natural | None = None
+    kind: str = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: Metadata | None = None
+
+
+class CreateSampler(Struct):
+    session_id: Name
+    sampling_session_seq_id: Natural
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplerBody(Struct):
+    sampling_session_id: Name
+
+
+class TextChunk(Struct):
+    tokens: tuple[Token, ...]
+
+
+class Prompt(Struct):
+    chunks: list[dict[str, Any]]
+
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of a prompt of text. Raises Refusal for images and audio."""
+        ids: list[int] = []
+        for n, chunk in enumerate(self.chunks):
+            where = f"prompt.chunks[{n}]"
+            if (kind := chunk.get("type", "encoded_text")) != "encoded_text":
+                raise Refusal(400, f"{where}: {only_text(str(kind)[:MAX_ECHO])}")
+            ids += convert(chunk, TextChunk, where).tokens
+        if not ids:
+            raise Refusal(400, "prompt: it has no tokens. Send at least one, such as the token that begins a text.")
+        return tuple(ids)
+
+
+class SamplingFields(Struct):
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str | Token] | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class SampleBody(Struct):
+    sampling_session_id: Name
+    seq_id: Natural
+    prompt: Prompt
+    sampling_params: SamplingFields
+    num_samples: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Natural = 0
+    topk_sample_logprobs: Natural = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: Natural = 0
+    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    record_stability_info: bool | None = None
+
+
+class RetrieveBody(Struct):
+    request_id: Name
+    allow_metadata_only: bool = False
+
+
+class FuturesTarget(Struct):
+    sampling_session_id: Name
+    type: str = "sampling_session"
+    cloned_sampler_id: Natural = 0
+
+
+class RetrieveManyBody(Struct):
+    target: FuturesTarget
+    prev_cursor: Natural = 0
+    timeout: Annotated[float, Meta(ge=0)] | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class RequestBody(Struct):
+    request_id: Name
+
+
+class PathBody(Struct):
+    tinker_path: Name
+
+
+class CopyWeightsBody(Struct):
+    source_path: Name
+    session_id: str | None = None
+    model_seq_id: Natural | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: TtlSeconds | None = None
+    weights_access_token: str | None = None
+
+
+class TtlBody(Struct):
+    ttl_seconds: TtlSeconds | None = None
+
+
+class FinishReason(Struct):
+    type: str
+
+
+class FinishBody(Struct):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class SearchBody(Struct):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: Metadata = {}
+    display_name: str | None = None
+    owner: dict[str, Any] | None = None
+    statuses: list[dict[str, Any]] | None = None
+    limit: Annotated[int, Meta(ge=1, le=200)] = 50
+    cursor: dict[str, str] | None = None
+
+
+def read(data: bytes, kind: type[T]) -> T:
+    """The fields of a body. Raises Refusal.
+
+    >>> read(b'{"session_id": "s", "type": "session_heartbeat", "new": null}', SessionBody)
+    SessionBody(session_id='s')
+    >>> read(b'{"session_id": "s", "sesion": 3}', SessionBody)
+    Traceback (most recent call last):
+    windfall.tinker.calls.Refusal: sesion: this field is not known. Did you mean 'session_id'?
+    """
+    return convert(read_object(data), kind)
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises Refusal."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise Refusal(400, f"the body is not a JSON object: {str(e)[:MAX_ECHO]}") from None
+
+
+def convert(body: dict[str, Any], kind: type[T], where: str = "") -> T:
+    """The fields of an object within a body, at `where`. Raises Refusal.
+
+    >>> convert({"beta1": 2}, AdamFields, "adam_params")
+    Traceback (most recent call last):
+    windfall.tinker.calls.Refusal: adam_params.beta1: Expected `float` < 1.0
+    """
+    _check_names(body, kind, where)
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as e:
+        what, _, place = str(e).partition(" - at `$")
+        place = (where + place.rstrip("`")).strip(".")
+        raise Refusal(400, f"{place}: {what}"[: 2 * MAX_ECHO] if place else what) from None
+
+
+def _check_names(body: dict[str, Any], kind: Any, where: str) -> None:
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in body.items():
+        place = f"{where}.{name}" if where else name
+        if name in types:
+            for inner in (types[name], *get_args(types[name])):
+                if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
+                    _check_names(value, inner, place)
+        elif name != "type" and value not in (None, False, 0, "", [], {}):
+            raise Refusal(400, f"{place[:MAX_ECHO]}: this field is not known. {nearest(name[:MAX_ECHO], types)}")
+
+
+def only_text(kind: str) -> str:
+    """Why an input of another kind is refused."""
+    return f"{kind!r} is not supported: this server trains and samples text models. Send tokens (encoded_text)."

@@ -1,0 +1,192 @@
+"""From the JSON bodies of requests to calls of the service. What cannot be honored is refused in words.
+
+A call of a model that is refused still takes its place in the order of the calls of the model (calls.Refused).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from windfall.tinker import calls as c
+from windfall.tinker.calls import Refusal
+from windfall.tinker.wire import fields as f
+from windfall.tinker.wire.fields import MAX_ECHO
+from windfall.training import Adam
+from windfall.types import Sampling
+
+MAX_STOPS = 64
+SEEDS = 1 << 63
+
+
+def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]) -> c.Call:
+    """The call in a body. If it is refused, it fails in its turn, as far as the body says whose turn that is."""
+    try:
+        return convert(body)
+    except Refusal as e:
+        model, seq = body.get("model_id"), body.get("seq_id")
+        if isinstance(model, str) and model and isinstance(seq, int) and seq >= 1:
+            return c.Refused(model=model, seq=seq, message=str(e))
+        raise
+
+
+def create_model(body: dict[str, Any]) -> c.CreateModel:
+    fields = f.convert(body, f.CreateModelBody)
+    _check_optimizer(fields.optimizer_config)
+    lora = fields.lora_config
+    if lora is None:
+        fix = "Create it with create_lora_training_client."
+        raise Refusal(400, f"lora_config: this server trains adapters (LoRA), not all weights of a model. {fix}")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        fix = "Set train_mlp, train_attn or train_unembed."
+        raise Refusal(400, f"lora_config: the adapter would have no layers. {fix}")
+    seed = zlib.crc32(f"{fields.session_id}/{fields.model_seq_id}".encode()) if lora.seed is None else lora.seed
+    spec = c.LoraSpec(
+        rank=lora.rank, seed=seed % SEEDS, attn=lora.train_attn, mlp=lora.train_mlp, unembed=lora.train_unembed
+    )
+    return c.CreateModel(
+        session=fields.session_id,
+        seq=fields.model_seq_id,
+        base=fields.base_model,
+        lora=spec,
+        metadata=fields.user_metadata or {},
+    )
+
+
+def load_weights(body: dict[str, Any]) -> c.CreateModel | c.LoadWeights:
+    """Weights for a model that exists, or for a new one: then the body names the session and not the model."""
+    fields = f.convert(body, f.LoadWeightsBody)
+    _check_token(fields.weights_access_token)
+    _check_optimizer(fields.optimizer_config)
+    if fields.session_id and fields.model_seq_id is not None:
+        return c.CreateModel(
+            session=fields.session_id,
+            seq=fields.model_seq_id,
+            base=fields.base_model or "",
+            path=fields.path,
+            optimizer=fields.optimizer,
+            metadata=fields.user_metadata or {},
+        )
+    if not fields.model_id or not fields.seq_id:
+        raise Refusal(400, "expected model_id and seq_id, or session_id and model_seq_id")
+    return c.LoadWeights(model=fields.model_id, seq=fields.seq_id, path=fields.path, optimizer=fields.optimizer)
+
+
+def unload_model(body: dict[str, Any]) -> c.UnloadModel:
+    return c.UnloadModel(model=f.convert(body, f.ModelBody).model_id)
+
+
+def optim_step(body: dict[str, Any]) -> c.OptimStep:
+    fields = f.convert(body, f.OptimStepBody)
+    if fields.optimizer_params is not None or fields.adam_params is None:
+        kind = str((fields.optimizer_params or {}).get("type", "without adam_params"))
+        raise Refusal(400, f"optimizer_params: {_other_optimizer(kind)} Give AdamParams.")
+    adam = f.convert(fields.adam_params, f.AdamFields, "adam_params")
+    settings = Adam(
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        clip_norm=max(0.0, adam.grad_clip_norm),
+    )
+    return c.OptimStep(model=fields.model_id, seq=fields.seq_id, adam=settings)
+
+
+def save_weights(body: dict[str, Any]) -> c.SaveWeights:
+    fields = f.convert(body, f.SaveWeightsBody)
+    return c.SaveWeights(
+        model=fields.model_id,
+        seq=fields.seq_id,
+        name=fields.path or "",
+        ttl_s=fields.ttl_seconds,
+        overwrite=fields.overwrite,
+        metadata=fields.user_metadata or {},
+    )
+
+
+def save_for_sampler(body: dict[str, Any]) -> c.SaveForSampler:
+    fields = f.convert(body, f.SaveForSamplerBody)
+    if fields.kind not in ("snapshot", "inflight"):
+        raise Refusal(400, f"kind: {fields.kind[:MAX_ECHO]!r} is not known. Known: inflight, snapshot.")
+    if bool(fields.path) == (fields.sampling_session_seq_id is not None):
+        raise Refusal(400, "expected either path, which names the weights, or sampling_session_seq_id")
+    live = fields.kind == "inflight"
+    if live and fields.path is not None:
+        raise Refusal(400, "kind: weights with a name do not change. Leave path out, or kind.")
+    return c.SaveForSampler(
+        model=fields.model_id,
+        seq=fields.seq_id,
+        name=fields.path or "",
+        sampler_seq=fields.sampling_session_seq_id,
+        live=live,
+        ttl_s=fields.ttl_seconds,
+        metadata=fields.user_metadata or {},
+    )
+
+
+def save_external(body: dict[str, Any]) -> c.Call:
+    fix = "Save with save_state or save_weights_for_sampler: both are PEFT folders on the server's disk."
+    raise Refusal(400, f"save_weights_external is not supported. {fix}")
+
+
+def sample(body: dict[str, Any]) -> c.SampleCall:
+    fields = f.convert(body, f.SampleBody)
+    _check_sample(fields)
+    params, prompt = fields.sampling_params, fields.prompt.ids()
+    last = fields.prompt_logprobs_last_n or 0
+    if last and not (fields.prompt_logprobs and last < len(prompt)):
+        what = f"prompt_logprobs_last_n: {last} of a prompt of {len(prompt)} tokens"
+        raise Refusal(400, f"{what}. It needs prompt_logprobs, and at most {len(prompt) - 1} tokens.")
+    stop = params.stop
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise Refusal(400, f"sampling_params.stop: {len(stops)} sequences. Give at most {MAX_STOPS}.")
+    texts = tuple(s for s in stops if isinstance(s, str))
+    if "" in texts:
+        raise Refusal(400, "sampling_params.stop: an empty text would end every sequence at once")
+    sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k))
+    return c.SampleCall(
+        sampler=fields.sampling_session_id,
+        seq=fields.seq_id,
+        prompt=prompt,
+        n=fields.num_samples,
+        max_tokens=params.max_tokens,
+        sampling=sampling,
+        seed=None if params.seed is None else params.seed % SEEDS,
+        stop_ids=tuple(s for s in stops if isinstance(s, int)),
+        stop_texts=texts,
+        eos=stop is None or bool(stops),
+        prompt_logprobs=bool(fields.prompt_logprobs),
+        prompt_last=last,
+        prompt_top_k=fields.topk_prompt_logprobs,
+    )
+
+
+def _check_sample(fields: f.SampleBody) -> None:
+    """Raises Refusal for what is asked for beside tokens, if it is not supported."""
+    asked = {
+        "topk_sample_logprobs": fields.topk_sample_logprobs,
+        "target_prompt_logprobs": fields.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": fields.prompt_alt_tokens_k,
+        "record_stability_info": fields.record_stability_info,
+    }
+    for name, value in asked.items():
+        if value:
+            fix = "Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
+            raise Refusal(400, f"{name}: this is not supported. {fix}")
+
+
+def _check_optimizer(config: dict[str, Any] | None) -> None:
+    if config is not None and (kind := str(config.get("type"))) != "adamw":
+        raise Refusal(400, f"optimizer_config: {_other_optimizer(kind)}")
+
+
+def _other_optimizer(kind: str) -> str:
+    return f"the optimizer {kind[:MAX_ECHO]!r} is not supported: this server has AdamW."
+
+
+def _check_token(token: str | None) -> None:
+    if token:
+        fix = "The owner can make a checkpoint public: publish_checkpoint_from_tinker_path."
+        raise Refusal(400, f"weights_access_token: this server has no access tokens. {fix}")

@@ -1,0 +1,76 @@
+"""Bodies of requests: within limits, decompressed, and counted until they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from windfall.tinker.calls import Refusal
+from windfall.tinker.wire import intake
+from windfall.tinker.wire.intake import Intake
+
+
+class Sent:
+    """A request with this body."""
+
+    def __init__(self, data: bytes, encoding: str = "", *, never: bool = False) -> None:
+        headers = {"Content-Length": str(len(data))} | ({"Content-Encoding": encoding} if encoding else {})
+        self.inner = make_mocked_request("POST", "/", headers=headers)
+        self._data, self._never = data, never
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def read(self) -> bytes:
+        if self._never:
+            await asyncio.Event().wait()
+        return self._data
+
+
+async def received(own: Intake, request: Any) -> bytes:
+    async with own.receive(request, "alice") as body:
+        return body
+
+
+def status(own: Intake, request: Any) -> int:
+    with pytest.raises(Refusal) as caught:
+        asyncio.run(received(own, request))
+    return caught.value.status
+
+
+def test_a_compressed_body_is_decompressed_up_to_the_limit() -> None:
+    zstd = intake.zstd() or pytest.skip("backports.zstd is not installed")
+    plain = bytes(range(256)) * 64
+    packed = zstd.compress(plain)
+    assert asyncio.run(received(Intake(body_bytes=1 << 20), Sent(packed, "zstd"))) == plain
+    assert status(Intake(body_bytes=1 << 10), Sent(packed, "zstd")) == 413
+    assert status(Intake(), Sent(packed[:-3], "zstd")) == 400
+    assert status(Intake(), Sent(plain, "zstd")) == 400
+
+
+def test_other_bodies_are_refused() -> None:
+    assert asyncio.run(received(Intake(), Sent(b"{}"))) == b"{}"
+    assert status(Intake(), Sent(b"{}", "gzip")) == 415
+    assert status(Intake(body_bytes=1), Sent(b"{}")) == 413
+    assert status(Intake(read_s=0.01), Sent(b"{}", never=True)) == 408
+
+
+def test_bodies_in_flight_have_a_limit_and_are_forgotten_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "ACCOUNT_BYTES", 5)
+
+    async def scenario() -> None:
+        own = Intake()
+        async with own.receive(Sent(b"abc"), "alice"):  # pyright: ignore[reportArgumentType]
+            with pytest.raises(Refusal, match="try again later"):
+                await received(own, Sent(b"abc"))
+            async with own.receive(Sent(b"abc"), "bob"):  # pyright: ignore[reportArgumentType]
+                pass
+        assert await received(own, Sent(b"abc")) == b"abc"
+        with pytest.raises(Refusal):
+            await received(own, Sent(b"{}", "gzip"))
+        assert await received(own, Sent(b"abcde")) == b"abcde"
+
+    asyncio.run(scenario())

@@ -50,6 +50,8 @@ class Sample:
     """Number of sampled tokens of the whole response, of which this is one segment. 0: it is the whole response."""
     advantages: Floats | None = None
     """For a given loss (algorithms/given.py): the weight or advantage of each target. None: `advantage` for all."""
+    labels: np.ndarray | None = None
+    """For a given loss: the token of each target (uint32), if it is not the one in `ids`. None: those in `ids`."""
 
     @property
     def length(self) -> int:
@@ -67,10 +69,14 @@ class Sample:
 
 
 def given(
-    ids: Sequence[int], targets: Sequence[int], advantages: Sequence[float], behavior: Sequence[float] = ()
+    ids: Sequence[int],
+    targets: Sequence[int],
+    advantages: Sequence[float],
+    behavior: Sequence[float] = (),
+    labels: Sequence[int] | None = None,
 ) -> Sample:
     """A sample for a given loss. `advantages`: the weight or advantage of each target. `behavior`: the log-prob of each
-    target when it was sampled; empty for cross entropy."""
+    target when it was sampled; empty for cross entropy. `labels`: the token of each target, if not that in `ids`."""
     return Sample(
         ids=tuple(ids),
         targets=tuple(targets),
@@ -78,6 +84,7 @@ def given(
         advantage=0.0,
         limit=len(targets),
         advantages=np.array(advantages, np.float64),
+        labels=None if labels is None else np.array(labels, np.uint32),
     )
 
 
@@ -88,6 +95,8 @@ def check_given(sample: Sample, loss: Loss, where: str) -> None:
         wrong = f"{len(sample.advantages)} weights or advantages for {n} targets"
     elif loss.needs_behavior and len(sample.behavior) != n:
         wrong = f"{loss.name} needs the log-prob of each target when it was sampled: {len(sample.behavior)} for {n}"
+    elif sample.labels is not None and len(sample.labels) != n:
+        wrong = f"{len(sample.labels)} labels for {n} targets"
     elif any(not 0 < t < len(sample.ids) for t in sample.targets):
         wrong = f"a target is not a position from 1 to {len(sample.ids) - 1}"
     if wrong:
@@ -116,6 +125,37 @@ class Adam:
     weight_decay: float = 0.0
     clip_norm: float = 0.0
     """Upper limit for the norm of the gradient. 0 sets none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSpec:
+    """A new adapter for a slot, or what an existing one has (docs/policies.md)."""
+
+    rank: int
+    alpha: float
+    seed: int = 0
+    """Of the random numbers that a new adapter begins with."""
+    targets: tuple[str, ...] = ()
+    """Its layers, by the last parts of their names; empty: all linear layers of the decoder layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedAdapter:
+    """The adapter that a slot has now."""
+
+    spec: AdapterSpec
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """What a policy predicts for each token of a sequence after the first."""
+
+    logprobs: Floats
+    top_ids: np.ndarray
+    """The most likely tokens: (tokens, top_k), most likely first."""
+    top_logprobs: Floats
+    """Their log-probs, of the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +221,10 @@ class NewVersion:
 
 class TrainerLost(Exception):
     """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""
+
+
+class VerbRefused(WindfallError):
+    """A slot cannot perform a verb as it was given: the caller can correct it. Nothing has changed."""
 
 
 def samples_of(r: Response, advantage: float, limit: int, version: int | None = None) -> list[Sample]:

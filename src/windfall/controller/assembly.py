@@ -98,7 +98,7 @@ class ControllerLife:
             versions=_versions(recipe), on_new_weights=recipe.rollout.on_new_weights,
             borrowed_max=f.borrowed_max, accounts=Accounts(history.billed_s), placement=rules.placement,
             order=recipe.rollout.order, step_groups=recipe.rollout.fresh_groups,
-            directories={name: _directory(recipe) for name in recipe.names()},
+            directories={name: _directory(recipe) for name in recipe.answering()},
         )  # fmt: skip
         local_time = rules.local_time if t.trainer_generates else OnlyWithoutWorkers
         self.policies = {name: RunPolicy(name, recipe.of(name), self, local_time()) for name in recipe.names()}
@@ -340,7 +340,7 @@ def _lowest_task(states: Sequence[CheckpointState]) -> int:
 
 def _versions(recipe: Recipe) -> list[PolicyVersions]:
     base = {name: base for base, names in recipe.bases().items() for name in names}
-    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.names()]
+    return [PolicyVersions(name, base[name], recipe.of(name).rollout.staleness) for name in recipe.answering()]
 
 
 def _directory(recipe: Recipe) -> Directory:

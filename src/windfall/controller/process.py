@@ -170,6 +170,9 @@ class ControllerProcess:
 
     async def _run_steps(self) -> None:
         own = self.own_loop
+        if own is None and self.recipe.has_slots:
+            what = "nothing fills the slots of this run: they are for a loop of your own"
+            raise WindfallError(what, where="policies", fix="Remove `slot`, or start the run with its own command.")
         reached = await (self._rollout_steps() if own is None else own.run(self.life, self._text))
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
@@ -214,7 +217,7 @@ class ControllerProcess:
             heartbeat_s=f.heartbeat_s,
             stalled_s=f.stalled_s,
             upload_bytes_per_s=self.recipe.weights.upload_gbit_per_s * 1e9 / 8,
-            policies=bases[base],
+            policies=tuple(name for name in bases[base] if name in self.recipe.answering()),
         )
         if len(self._terms) == len(bases):
             self.gate.terms = dict(self._terms)

@@ -1,15 +1,29 @@
-"""The controller's proxy of the trainer: a process behind a link. There is one request at a time.
+"""The controller's proxy of the trainer: a process behind a link. It answers requests in the order in which they were
+made. A caller that is canceled while it waits changes nothing for the others: its request is performed.
 
 It implements the verbs of verbs.Policy that the trainer performs. Samples are sent in messages of about FRAME_BYTES.
 
-If the trainer is lost or fails, the pending request raises TrainerLost. The next trainer that dials in replaces it,
+If the trainer is lost or fails, the pending requests raise TrainerLost. The next trainer that dials in replaces it,
 with its own step and weights. The run ends only if the trainer reports an error that a person must fix.
+
+The proxy of a slot (docs/policies.md#slots) also has `load_adapter`, `save_adapter` and `score`:
+
+    await trainer.load_adapter(AdapterSpec(rank=8, alpha=16.0, seed=1), id=...)      a new adapter
+    await trainer.load_adapter(path="models/a/3", optimizer=True, id=...)       an adapter from a folder
+    await trainer.forward_backward(samples, Loss(name="cross_entropy"), id=...)      with a given loss, as of any policy
+    await trainer.optim_step(adam=Adam(lr=1e-4), id=...)
+    await trainer.save_adapter("models/a/4", optimizer=True, id=...)
+    await trainer.publish(id=..., version=7)                                         only a slot to sample from
+
+A verb that a slot cannot perform as it was given raises training.VerbRefused, and the slot is as it was before. After
+TrainerLost, and in a new controller, slots are empty: wait with `connected` and load again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -26,12 +40,16 @@ from windfall.link import messages as m
 from windfall.link.base import FrameTooLarge, Link, LinkClosed
 from windfall.training import (
     Adam,
+    AdapterSpec,
     CheckpointState,
     Gradient,
+    LoadedAdapter,
     NewVersion,
     Report,
     Sample,
+    Scores,
     TrainerLost,
+    VerbRefused,
     check_given,
 )
 
@@ -51,34 +69,41 @@ class RemoteTrainer:
         self._current: Link | None = None
         """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
         self._present = asyncio.Event()
-        self._replies: asyncio.Queue[object] = asyncio.Queue()
+        self._waiting: deque[asyncio.Future[object]] = deque()
+        """For the answers to the requests that were sent over the link, in order."""
+        self._sending = asyncio.Lock()
         self._telling: set[asyncio.Task[None]] = set()
         routes.upload_again[policy] = self._upload_again
 
     @property
-    def _directory(self) -> Directory:
-        return self._routes.directories[self._policy]
+    def _directory(self) -> Directory | None:
+        """None for a slot that workers do not hold."""
+        return self._routes.directories.get(self._policy)
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it ends."""
         if self._link is not None:  # the old trainer may be frozen; that would be why the new one was started
             await self._link.close("another trainer has taken over")
-        self._link, self.hello, self._replies = link, hello, asyncio.Queue()
+        self._link, self.hello, self._waiting = link, hello, deque()
         self.weights = hello.weights
-        replies = self._replies
+        waiting, closed = self._waiting, LinkClosed("this process ends")
         self._present.set()
-        if wrong := self._directory.wrong:  # the trainer before may not have heard of them
+        directory = self._directory
+        if directory is not None and (wrong := directory.wrong):  # the trainer before may not have heard of them
             self._upload_again(wrong)
         try:
             while True:
                 message = await link.receive()
                 if isinstance(message, m.Uploaded):
                     self._routes.uploaded(message, self._policy)
-                else:
-                    replies.put_nowait(message)
+                elif waiting:
+                    _answer(waiting.popleft(), message)
         except LinkClosed as e:
-            replies.put_nowait(e)
+            closed = e
         finally:
+            for each in waiting:
+                _answer(each, closed)
+            waiting.clear()
             if self._link is link:
                 self._forget()
 
@@ -139,10 +164,14 @@ class RemoteTrainer:
         reply = await self._ask(order, m.Optimized)
         return Report(**reply.report)  # pyright: ignore[reportArgumentType]
 
-    async def publish(self, *, id: str) -> NewVersion:
-        """Publish the weights of the completed step as its version."""
+    async def publish(self, *, id: str, version: int = 0) -> NewVersion:
+        """Publish the weights of the completed step as its version. `version`: for a slot, which has no steps: a number
+        above all that its adapters had in this run. An adapter that was published before with a number may be published
+        with it again by the next trainer: workers that have it keep it."""
         directory = self._directory
-        order = m.Publish(id=id, keep=tuple(sorted(directory.needed())), pack=directory.pack())
+        order = m.Publish(id=id, version=version)
+        if directory is not None:
+            order = m.Publish(id=id, version=version, keep=tuple(sorted(directory.needed())), pack=directory.pack())
         return self._published(await self._ask(order, m.PublishedVersion))
 
     async def save(self, *, id: str) -> str:
@@ -153,6 +182,38 @@ class RemoteTrainer:
         """Continue from this checkpoint, and publish its weights."""
         return self._published(await self._ask(m.LoadCheckpoint(id=id, path=path), m.PublishedVersion))
 
+    async def load_adapter(
+        self, spec: AdapterSpec | None = None, path: str = "", *, optimizer: bool = False, id: str
+    ) -> LoadedAdapter:
+        """Fill the slot, whatever it has now. Without `path`: with a new adapter, whose B is zero. With it: with the
+        adapter of this folder; then a `spec` is only compared with it. `optimizer`: also read the state of the
+        optimizer from the folder; otherwise Adam starts anew. Gradients of the adapter before are dropped."""
+        order = m.LoadAdapter(id=id, path=path, optimizer=optimizer)
+        if spec is not None:
+            order = m.LoadAdapter(id=id, path=path, optimizer=optimizer, **asdict(spec))
+        reply = await self._ask(order, m.AdapterLoaded)
+        loaded = AdapterSpec(
+            rank=reply.rank, alpha=reply.alpha, seed=spec.seed if spec is not None else 0, targets=reply.targets
+        )
+        return LoadedAdapter(spec=loaded, parameters=reply.parameters)
+
+    async def save_adapter(self, path: str, *, optimizer: bool = False, id: str) -> str:
+        """Write the adapter of the slot into this folder, in PEFT format: completely or not at all. A folder that is
+        there already must have the same contents. Returns the path."""
+        return (await self._ask(m.SaveAdapter(id=id, path=path, optimizer=optimizer), m.Saved)).path
+
+    async def score(self, sequences: Sequence[Sequence[int]], top_k: int = 0, *, id: str) -> list[Scores]:
+        """What the adapter of the slot, or a frozen policy beside slots, predicts at a temperature of 1."""
+        order = m.Score(id=id, sequences=tuple(map(tuple, sequences)), top_k=top_k)
+        return [
+            Scores(
+                logprobs=each.logprobs,
+                top_ids=each.top_ids.reshape(len(each.logprobs), top_k),
+                top_logprobs=each.top_logprobs.reshape(len(each.logprobs), top_k),
+            )
+            for each in (await self._ask(order, m.Scored)).sequences
+        ]
+
     def _published(self, reply: m.PublishedVersion) -> NewVersion:
         self.weights = reply.weights
         files = reply.weights.files if reply.weights is not None else ()
@@ -160,20 +221,14 @@ class RemoteTrainer:
         return NewVersion(version=reply.version, digest=reply.digest, update_bytes=update_bytes)
 
     async def _ask(self, message: object, expected: type[Any]) -> Any:
-        link, replies = self._link, self._replies
-        if link is None:
-            raise TrainerLost("no trainer is connected")
-        if link is not self._current:  # a trainer has dialed in without the accumulated gradient of this step
-            raise TrainerLost("another trainer has replaced it")
-        try:
-            await link.send(message)
-        except FrameTooLarge as e:  # the next trainer could not receive it either
-            raise WindfallError(f"the message to the trainer is too large: {e}", fix="Lower rollout.max_tokens.") from e
-        except LinkClosed as e:
-            raise TrainerLost(str(e)) from e
+        answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        # Shielded: nobody could tell which answer is whose if half a request was sent.
+        link = await asyncio.shield(asyncio.create_task(self._send(message, answered)))
         # No timeout here: a request may take any time. The link's heartbeat detects a dead or frozen process, and
         # ends the link.
-        reply = await replies.get()
+        reply = await answered
+        if isinstance(reply, m.VerbRefused):
+            raise VerbRefused(reply.what, where=reply.where, fix=reply.fix)
         if isinstance(reply, m.Failed):
             if reply.final:
                 raise WindfallError(reply.error, where="trainer")
@@ -185,6 +240,31 @@ class RemoteTrainer:
         if not isinstance(reply, expected):
             raise TrainerLost(f"the trainer answered a {type(message).__name__} with a {type(reply).__name__}")
         return reply
+
+    async def _send(self, message: object, answered: asyncio.Future[object]) -> Link:
+        """Send a request, one after the other. Returns the link that it was sent over."""
+        async with self._sending:
+            link, waiting = self._link, self._waiting
+            if link is None:
+                raise TrainerLost("no trainer is connected")
+            if link is not self._current:  # a trainer has dialed in without the accumulated gradient of this step
+                raise TrainerLost("another trainer has replaced it")
+            waiting.append(answered)
+            try:
+                await link.send(message)
+            except FrameTooLarge as e:  # the next trainer could not receive it either
+                waiting.remove(answered)
+                what = f"the message to the trainer is too large: {e}"
+                raise WindfallError(what, fix="Lower rollout.max_tokens.") from e
+            except LinkClosed as e:
+                raise TrainerLost(str(e)) from e
+            return link
+
+
+def _answer(waiting: asyncio.Future[object], reply: object) -> None:
+    """Unless the caller was canceled."""
+    if not waiting.done():
+        waiting.set_result(reply)
 
 
 def _check(samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -201,7 +281,7 @@ def message_parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
     for sample in samples:
         # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 160
-        wire += sum(extra.nbytes for extra in (sample.lag, sample.advantages) if extra is not None)
+        wire += sum(extra.nbytes for extra in (sample.lag, sample.advantages, sample.labels) if extra is not None)
         wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)

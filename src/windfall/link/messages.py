@@ -5,9 +5,9 @@
     worker ──▶ controller     Hello;  Tokens, Released, AskRoute, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity,
                               Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save,
-                              UploadAgain
+                              LoadCheckpoint, LoadAdapter, SaveAdapter, Score, UploadAgain
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Uploaded, Saved,
-                              Failed
+                              AdapterLoaded, Scored, VerbRefused, Failed
     supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, RunEnded
     rank ──▶ supervisor       RankHello;  RankStarted, RankEnded
 
@@ -472,6 +472,7 @@ class Publish(Message, frozen=True, tag=51):
     id: str
     keep: tuple[str, ...] = ()  # digests of files that workers may still read
     pack: bool = False  # compress the delta: links are slower than packing and unpacking
+    version: int = 0  # for a slot: the version that its adapter is from now on
 
 
 class PublishedVersion(Message, frozen=True, tag=52):
@@ -515,6 +516,66 @@ class LoadCheckpoint(Message, frozen=True, tag=53):
 
     id: str
     path: str
+
+
+class LoadAdapter(Message, frozen=True, tag=67):
+    """Controller to trainer, for a slot: it has another adapter from now on."""
+
+    id: str
+    path: str = ""  # a folder in PEFT format; empty: a new adapter
+    rank: int = 0  # 0: that of the folder
+    alpha: float = 0.0  # 0: that of the folder
+    seed: int = 0  # of the random numbers of a new one
+    targets: tuple[str, ...] = ()  # its layers; empty: those of the folder, or all
+    optimizer: bool = False  # also read the state of the optimizer from the folder; otherwise Adam starts anew
+
+
+class AdapterLoaded(Message, frozen=True, tag=68):
+    """Trainer to controller: the answer to LoadAdapter."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    parameters: int
+
+
+class SaveAdapter(Message, frozen=True, tag=69):
+    """Controller to trainer, for a slot: write its adapter into a folder in PEFT format. Answered with Saved."""
+
+    id: str
+    path: str
+    optimizer: bool = False  # also write the state of the optimizer
+
+
+class Score(Message, frozen=True, tag=70):
+    """Controller to trainer, for a slot or a frozen policy beside slots: what it predicts for each token."""
+
+    id: str
+    sequences: tuple[tuple[int, ...], ...]
+    top_k: int = 0  # also the most likely tokens at each position
+
+
+class ScoredTokens(Value, frozen=True):
+    """Of each token of a sequence after the first."""
+
+    logprobs: np.ndarray  # float64
+    top_ids: np.ndarray  # uint32: `top_k` for each token, most likely first
+    top_logprobs: np.ndarray  # float64: those of `top_ids`
+
+
+class Scored(Message, frozen=True, tag=71):
+    """Trainer to controller: the answer to Score."""
+
+    sequences: tuple[ScoredTokens, ...]
+
+
+class VerbRefused(Message, frozen=True, tag=72):
+    """Trainer to controller: the answer to a verb of a slot that cannot be performed as it was given. Nothing has
+    changed, and the trainer goes on."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
 
 
 class Failed(Message, frozen=True, tag=27):
@@ -579,13 +640,16 @@ FromWorker = Hello | Tokens | Released | AskRoute | Loaded | LoadFailed | Reject
 ToWorker = (
     Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Routed | Pause | Resume | Drain | SiblingTokens
 )
-FromTrainer = TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Uploaded | Saved | Failed
-Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint
+FromTrainer = (
+    TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Uploaded | Saved | AdapterLoaded | Scored
+    | VerbRefused | Failed
+)  # fmt: skip
+Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint | LoadAdapter | SaveAdapter | Score
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb | UploadAgain
 FromRank = RankHello | RankStarted | RankEnded
 ToRank = Challenge | RankWelcome | Refused | StartRank | RunEnded
 
-ARRAYS = ("d", "H")  # dtypes of arrays in messages: float64 and uint16
+ARRAYS = ("d", "H", "I")  # dtypes of arrays in messages: float64, uint16 and uint32
 
 
 def _encode_array(value: object) -> tuple[str, bytes]:

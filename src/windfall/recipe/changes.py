@@ -113,7 +113,7 @@ def recipe_changes(old: Recipe, new: Recipe) -> list[KeyChange]:
 def _policies(recipe: Recipe) -> dict[str, Any]:
     """What cannot change: names, bases, and which policies are trained."""
     bases = {name: base for base, names in recipe.bases().items() for name in names}
-    kept = {"base", "frozen", "copy_of"}
+    kept = {"base", "frozen", "copy_of", "slot"}
     return {n: {"base": bases[n], **own.model_dump(include=kept)} for n, own in recipe.policies.items()}
 
 

@@ -7,7 +7,7 @@ the same model are on one *base* unless they train all of its weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -49,6 +49,9 @@ class PolicySection(Section):
     """Do not train this policy: it only answers, as a reference or an opponent."""
     copy_of: str = ""
     """Name of a policy with an adapter. This policy is not trained: it is an earlier version of that one."""
+    slot: Literal["", "train", "sample"] = ""
+    """This policy is a place for adapters that a loop of your own loads and saves while it runs: "train" to train
+    them, "sample" to generate with them. The rank of `lora` is the upper limit for theirs."""
     every: Count = 10
     """With `copy_of`: the copy is renewed whenever the other policy has made this many steps."""
     rollout: dict[str, Any] = Field(default={})
@@ -63,7 +66,8 @@ class PolicySection(Section):
 
     @property
     def trained(self) -> bool:
-        return not self.frozen and not self.copy_of
+        """Whether the recipe says how it is trained. What a slot does is for a loop of your own to say."""
+        return not self.frozen and not self.copy_of and not self.slot
 
 
 def changes(policies: Mapping[str, PolicySection], name: str, algorithm: str) -> dict[str, dict[str, Any]]:
@@ -95,6 +99,9 @@ def check(policies: Mapping[str, PolicySection]) -> None:
         if other := [key for key in own.train if key in OF_A_TRAINER]:
             fix = f"set {where}.lora" if other[0] == "lora" else "set it in [train]"
             raise ValueError(f"{where}.train: '{other[0]}' is not a key for a policy's `train`; {fix}")
+        if own.slot:
+            _check_slot(own, where)
+            continue
         kind = f"copy_of = {own.copy_of!r}" if own.copy_of else "frozen = true"
         given = [key for key in ("lora", "algorithm", "train") if getattr(own, key)]
         given += [key for key in ("model", "frozen") if own.copy_of and getattr(own, key)]
@@ -103,5 +110,17 @@ def check(policies: Mapping[str, PolicySection]) -> None:
         if own.copy_of and (own.copy_of not in policies or not policies[own.copy_of].trained):
             trained = ", ".join(n for n in policies if policies[n].trained) or "there is none"
             raise ValueError(f"{where}.copy_of = {own.copy_of!r} is not a policy that is trained ({trained})")
-    if policies and not any(own.trained for own in policies.values()):
+    slots = [name for name, own in policies.items() if own.slot]
+    trained = [name for name, own in policies.items() if own.trained or own.copy_of]
+    if slots and trained:
+        raise ValueError(
+            f"policies.{slots[0]}.slot: a loop of your own fills slots, and the recipe trains {trained[0]!r}. Make two "
+            "runs of it, or set `slot` or `frozen` for all policies."
+        )
+    if policies and not slots and not trained:
         raise ValueError("no policy is trained: remove frozen or copy_of from one of [policies]")
+
+
+def _check_slot(own: PolicySection, where: str) -> None:
+    if given := [key for key in ("frozen", "copy_of", "algorithm") if getattr(own, key)]:
+        raise ValueError(f"{where}: slot = {own.slot!r} excludes '{given[0]}'; remove one")

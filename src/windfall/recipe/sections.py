@@ -361,6 +361,18 @@ class LogSection(Section):
     """Address, as HOST:PORT, at which Prometheus can scrape the newest scalars under /metrics. Empty: none."""
 
 
+def _check_slot(name: str, view: Recipe) -> None:
+    """`view`: the recipe as the slot sees it."""
+    lora = view.train.lora
+    if lora is None:
+        raise ValueError(f"policies.{name}.slot: slots are for adapters. Set `lora`, whose rank is the upper limit.")
+    for key in ("path", "alpha"):
+        if getattr(lora, key) is not None:
+            raise ValueError(f"policies.{name}.lora.{key}: a slot begins empty. Give it with each adapter instead.")
+    if lora.targets != "all":
+        raise ValueError(f"policies.{name}.lora.targets: give them with each adapter of a slot instead.")
+
+
 @with_parts("")
 class Recipe(Section):
     run: RunSection = RunSection()
@@ -392,12 +404,30 @@ class Recipe(Section):
         return self.env.tasks or self.env if isinstance(self.env, AgentEnv) else self.env
 
     def names(self) -> tuple[str, ...]:
-        """The policies, those that are trained first; ("",) without [policies]. The first one is the lead."""
-        return tuple(sorted(self.policies, key=lambda name: not self.policies[name].trained)) or ("",)
+        """The policies, those that are trained first, and slots last; ("",) without [policies]. The first one is the
+        lead."""
+        own = self.policies
+        return tuple(sorted(own, key=lambda name: (not own[name].trained, bool(own[name].slot)))) or ("",)
 
     def is_trained(self, policy: str) -> bool:
         """Whether a policy is trained, or only answers."""
         return not policy or self.policies[policy].trained
+
+    def slot(self, policy: str) -> Literal["", "train", "sample"]:
+        """Whether this policy is a slot for adapters, and for which."""
+        return self.policies[policy].slot if policy else ""
+
+    @property
+    def has_slots(self) -> bool:
+        return any(own.slot for own in self.policies.values())
+
+    def answering(self) -> tuple[str, ...]:
+        """The policies that workers may hold: all but slots to train in."""
+        return tuple(name for name in self.names() if self.slot(name) != "train")
+
+    def trains(self, base: str) -> bool:
+        """Whether the trainer of this base trains anything; otherwise it only reads weights, or scores with them."""
+        return any(self.is_trained(name) or self.slot(name) for name in self.bases()[base])
 
     def of(self, policy: str) -> Recipe:
         """The recipe as this policy sees it: with its own keys, and without [policies]. "" sees it as it is."""
@@ -444,6 +474,16 @@ class Recipe(Section):
                     f"policies.{name}.copy_of: {self.policies[name].copy_of!r} trains all weights, and only adapters "
                     "are copied. Give it a `lora`, or set `model` to a checkpoint folder and `frozen` here."
                 )
+            if self.policies[name].slot:
+                _check_slot(name, view)
+        if alone := [base for base in self.bases() if self.slot(base)]:
+            raise ValueError(
+                f"policies.{alone[0]}.slot: slots need a frozen policy of their model, which workers and trainer have "
+                f"once for all of them. Add one: [policies.base] with frozen = true and that model."
+            )
+        if self.has_slots and (self.train.ranks not in ("auto", 1) or self.train.offload or self.train.rendezvous):
+            key = "rendezvous" if self.train.rendezvous else "offload" if self.train.offload else "ranks"
+            raise ValueError(f"train.{key}: slots are for a trainer with one rank. Remove train.{key}.")
         if self.policies and self.fleet.local:
             raise ValueError("fleet.local = true is for runs with one policy; with [policies], set it to false")
         if self.train.rendezvous and len(found := self.bases()) > 1:

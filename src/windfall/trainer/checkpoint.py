@@ -99,7 +99,7 @@ def newest(folder: Path, *, optimizer: bool = True) -> VerifiedCheckpoint | None
 
 def check(checkpoint: Path, *, optimizer: bool = True) -> None:
     """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
-    listed = {n: e for n, e in _listed(checkpoint).items() if optimizer or n != OPTIMIZER}
+    listed = {n: e for n, e in _listed(checkpoint, optimizer).items() if optimizer or n != OPTIMIZER}
     for file, (size, _) in listed.items():  # sizes first: they are cheap to check
         if not (checkpoint / file).is_file():
             raise DamagedCheckpoint(checkpoint, file, "the file is missing")
@@ -165,6 +165,41 @@ def save(
     return final
 
 
+def save_adapter(
+    path: Path,
+    *,
+    write_model: Callable[[Path], Any],
+    write_optimizer: Callable[[Path], None] | None,
+    base: AdapterBase,
+) -> Path:
+    """Write an adapter of this base into a folder of its own, with the state of its optimizer if `write_optimizer` is
+    given. If the folder is there already, it must have the same contents. The folder is complete, or is not there."""
+    from safetensors import SafetensorError
+
+    work, step = path.with_name(f"{_PARTIAL}{path.name}"), step_of(path) if _NAME.fullmatch(path.name) else 0
+    fields = {"format": FORMAT, "step": step, "next_task": 0, "base": asdict(base)}
+    try:
+        if work.exists():
+            shutil.rmtree(work)
+        _write(work, fields, write_model, None, write_optimizer)
+        if path.exists():
+            if not (path / CHECKSUMS).is_file() or (path / CHECKSUMS).read_bytes() != (work / CHECKSUMS).read_bytes():
+                what = "the folder is there already, with other contents"
+                raise WindfallError(what, where=str(path), fix="Save into another folder.")
+            shutil.rmtree(work)
+            return path
+        work.rename(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(work, ignore_errors=True)
+        fix = "Free space on that disk, or make the folder writable, and save again."
+        raise WindfallError(f"the adapter cannot be written: {type(e).__name__}: {e}", where=str(path), fix=fix) from e
+    except WindfallError:  # raised again
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return path
+
+
 def remove_after(folder: Path, step: int) -> None:
     """Delete the checkpoints of later steps."""
     for path in list_checkpoints(folder):
@@ -190,13 +225,16 @@ def _write(
     state: dict[str, Any],
     write_model: Callable[[Path], Any],
     tokenizer: Any,
-    write_optimizer: Callable[[Path], None],
+    write_optimizer: Callable[[Path], None] | None,
 ) -> None:
-    """Write all files of a checkpoint and flush them to disk."""
+    """Write all files of a checkpoint and flush them to disk. An adapter of a slot has no tokenizer, and may have no
+    optimizer."""
     (work / "windfall").mkdir(parents=True)
     write_model(work)
-    tokenizer.save_pretrained(work)
-    write_optimizer(work / OPTIMIZER)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(work)
+    if write_optimizer is not None:
+        write_optimizer(work / OPTIMIZER)
     (work / STATE).write_text(json.dumps(state))
     write_checksums(work)
     for path in work.rglob("*"):
@@ -263,7 +301,7 @@ def write_checksums(checkpoint: Path) -> None:
     (checkpoint / CHECKSUMS).write_text(json.dumps({"algorithm": _ALGORITHM, "files": listed}, indent=1))
 
 
-def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
+def _listed(checkpoint: Path, optimizer: bool) -> dict[str, tuple[int, str]]:
     if not (checkpoint / CHECKSUMS).exists():
         raise DamagedCheckpoint(checkpoint, CHECKSUMS, "the file is missing")
     try:
@@ -273,7 +311,7 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
         listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
-    needed = (_ADAPTER if _ADAPTER in listed else _MODEL, OPTIMIZER, STATE)
+    needed = (_ADAPTER if _ADAPTER in listed else _MODEL, *((OPTIMIZER,) if optimizer else ()), STATE)
     missing = [name for name in needed if name not in listed]
     if missing:
         raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")

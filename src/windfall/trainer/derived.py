@@ -86,10 +86,12 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
 def base_spec(
     recipe: Recipe, names: Sequence[str], model_config: Any, dtype: str, longest: Mapping[str, int]
 ) -> m.EngineSpec:
-    """What a worker needs to build an engine for all policies of a base. `longest`: of each, in tokens.
+    """What a worker needs to build an engine for all policies of a base that it may hold. `longest`: of each, in
+    tokens.
 
     Adapters are beside each other in the engine if there are several policies. A deterministic run with [policies]
     computes with one adapter in the same way, so that an adapter gives the same bits alone and beside others."""
+    names = [name for name in names if name in recipe.answering()]
     specs = [spec(recipe.of(name), model_config, dtype, longest[name]) for name in names]
     sections = [lora for name in names if (lora := recipe.of(name).train.lora) is not None]
     beside = len(names) > 1 or bool(recipe.policies and sections and recipe.run.deterministic)

@@ -4,8 +4,8 @@
            ├─ PolicyPart verifier    adapters, TorchTrainer, Publisher ─┼─ one module, one base, one weight server
            └─ PolicyPart reference   -         -             Publisher ─┘
 
-A policy is trained, frozen, or a copy of another one (docs/policies.md). A copy has adapters of its own in the module.
-They follow those of the original whenever that publishes, and are published when the controller asks for it.
+A policy is trained, frozen, a copy of another one, or a slot (docs/policies.md). A copy has adapters of its own in the
+module. They follow those of the original whenever that publishes, and are published when the controller asks for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from windfall.link import messages as m
 from windfall.recipe.sections import Recipe
+from windfall.trainer.slots.slot import Slot
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.weights import buffers
@@ -35,6 +36,8 @@ class PolicyPart:
     publisher: Publisher
     original: PolicyPart | None = None
     """The policy that this one is a copy of, if it is one."""
+    slot: Slot | None = None
+    """If the policy is a slot, or frozen beside slots."""
     published: m.PublishedFiles = field(init=False)
     """What workers can read."""
     uploads: BucketUploads | None = None

@@ -49,6 +49,8 @@ from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.sleep import SleepingState
+from windfall.trainer.slots.slot import Slot, SlotModule
+from windfall.trainer.slots.slot_service import SlotService
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
@@ -147,12 +149,14 @@ class RankPart:
         else:
             found, reference = self._loaded, self._reference
             model = PolicyModule(next(iter(found.values())).model)
+        slots = SlotModule(model, self.recipe) if self.recipe.has_slots else None
         for name in setup.policies:
-            self.policies[name] = self._build_policy(name, setup, model, found[name], reference)
+            self.policies[name] = self._build_policy(name, setup, model, found[name], reference, slots)
         if self.place.machine and self.place.local_rank == 0:
             self.address = serve_weights(self.files, self.recipe, self.place.host)
         trainers = {name: part.trainer for name, part in self.policies.items() if part.trainer is not None}
-        if setup.checkpoint_activations and any(trainer.learner.has_graph for trainer in trainers.values()):
+        learners = [trainer.learner for trainer in trainers.values()] + ([slots.learner] if slots is not None else [])
+        if setup.checkpoint_activations and any(learner.has_graph for learner in learners):
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
         for name, trainer in trainers.items():
             if (path := setup.policies[name].checkpoint) is not None:
@@ -160,8 +164,9 @@ class RankPart:
         self.pids = self.ranks.all_gather(os.getpid())
 
     def _build_policy(
-        self, name: str, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any
-    ) -> PolicyPart:
+        self, name: str, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any,
+        slots: SlotModule | None,
+    ) -> PolicyPart:  # fmt: skip
         view, ranks, trainer = self.recipe.of(name), self.ranks, None
         if self.recipe.is_trained(name):
             trainer = TorchTrainer(
@@ -183,6 +188,9 @@ class RankPart:
         )
         original = self.policies.get(self.recipe.policies[name].copy_of) if name else None
         part = PolicyPart(recipe=view, weights=weights, trainer=trainer, publisher=publisher, original=original)
+        if slots is not None:
+            own = {"micro_tokens": setup.policies[name].micro_tokens, "orders": self.orders}
+            part.slot = Slot(name, self.recipe.slot(name), slots, weights, view, **own)
         if setup.bucket and self.place.local_rank == 0:
             store = bucket_of_policy(BucketStore(view.weights.bucket, setup.bucket), name)
             part.uploads = BucketUploads(store, lambda done: part.report(done), first=self.place.rank == 0)
@@ -190,8 +198,9 @@ class RankPart:
 
     def _state(self) -> Iterator[torch.Tensor]:
         for part in self.policies.values():
-            if part.trainer is not None:
-                yield from part.trainer.optimizer.tensors()
+            trainer = part.trainer if part.slot is None else part.slot.trainer
+            if trainer is not None:
+                yield from trainer.optimizer.tensors()
 
     @property
     def files(self) -> HeldFiles:
@@ -347,7 +356,7 @@ def main(folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
 
 async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: MakeEngine) -> int:
     device, dtype = choose_device(recipe, place)
-    if not recipe.is_trained(place.base):  # then none is: the weights are only read
+    if not recipe.trains(place.base):  # the weights are only read
         device = "cpu"
     orders = join(recipe, place, device)
     loaded = await _load(recipe, folder, place, device, dtype)
@@ -398,7 +407,8 @@ def _service(loaded: LoadedBase, part: RankPart, name: str, *, address: str, **o
             save(CheckpointState(step=manifest.version, next_task=0))
         return manifest
 
-    service = TrainerService(
+    make = TrainerService if policy.slot is None else partial(SlotService, slot=policy.slot)
+    service = make(
         trainer=policy.trainer,
         state=own.state,
         hello=_hello(loaded, part, name),
@@ -442,20 +452,25 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     memory."""
     sharded, names = bool(place.rendezvous), recipe.bases()[place.base]
     views = {name: recipe.of(name) for name in names}
-    found = {name: _newest(recipe, folder, name) for name in names}
+    found = {name: None if recipe.slot(name) else _newest(recipe, folder, name) for name in names}
     first, where = views[place.base], "cpu" if sharded else device
     model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where)
     if device == "cpu":
         devices.choose_matmul_library()
     tokenizers, chosen = {}, {}
     for name, view in views.items():
-        begins = found[name]
-        tokenizers[name] = load.load_tokenizer(str(begins.path) if begins else view.model.path)
-        written = folders.policy_folder(folder, name) / "tokenizer"  # for the controller, which reads it without torch
-        written.parent.mkdir(parents=True, exist_ok=True)
-        tokenizers[name].save_pretrained(written)
-        model.generation_config.save_pretrained(written)
-        prompts = await derived.planned_prompts(view, folder, tokenizers[name], model)
+        if not recipe.slot(name):  # the texts of a slot are those of its base
+            begins = found[name]
+            tokenizers[name] = load.load_tokenizer(str(begins.path) if begins else view.model.path)
+            written = (
+                folders.policy_folder(folder, name) / "tokenizer"
+            )  # for the controller, which reads it without torch
+            written.parent.mkdir(parents=True, exist_ok=True)
+            tokenizers[name].save_pretrained(written)
+            model.generation_config.save_pretrained(written)
+        # Beside slots, rollout.max_tokens is for prompt and response together: the prompts are not known.
+        planned = derived.planned_prompts
+        prompts = [0] if recipe.has_slots else await planned(view, folder, tokenizers[name], model)
         others = [other.train.lora for n, other in views.items() if n != name and other.train.lora is not None]
         chosen[name] = derived.derive(
             view, model, device, dtype, prompts, ranks=place.size, sharded=sharded, beside=others
@@ -466,10 +481,11 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     policies: dict[str, LoadedPolicy] = {}
     for name, view in views.items():
         begins, trained = found[name], recipe.is_trained(name)
-        weights = trained_weights.prepare(model, view, begins, dtype=dtype, policy=name, trained=trained, digest=digest)
+        options: dict[str, Any] = {"trained": trained, "slot": bool(recipe.slot(name)), "digest": digest}
+        weights = trained_weights.prepare(model, view, begins, dtype=dtype, policy=name, **options)
         digest = weights.base.digest if weights.base else digest
         policies[name] = LoadedPolicy(
-            tokenizer=tokenizers[name],
+            tokenizer=tokenizers.get(name),
             weights=weights,
             setup=PolicySetup(
                 micro_tokens=chosen[name].micro_tokens,

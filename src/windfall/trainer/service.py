@@ -230,23 +230,29 @@ class TrainerService:
                     if why != logged:  # do not repeat the same line
                         logged = why
                         self.say(f"no link: {why}")
-                if self._completed is not None:  # the link was lost before Publish: this step must not be lost, too
-                    self._early = await self._publish()
-                if self._updates:
-                    return 4
-                # Gradients are dropped, and log-probs were perhaps for a controller that is gone: these are asked anew.
-                again = (m.GradientAdded, m.LogProbs)
-                self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
+                before_s = time.monotonic()
+                if (code := await self._link_ended()) is not None:
+                    return code
                 if refusals >= MAX_REFUSALS:
                     return 2
-                before_s = time.monotonic()
-                if self.trainer is not None:
-                    await self.run_in_thread(self.trainer.zero_grad)
                 last_link_s += time.monotonic() - before_s  # the wait for its turn is none for a controller
                 wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
                 await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
         return 1
+
+    async def _link_ended(self) -> int | None:
+        """Keep only what belongs to a version. Returns the exit status if the weights belong to none."""
+        if self._completed is not None:  # the link was lost before Publish: this step must not be lost, too
+            self._early = await self._publish()
+        if self._updates:
+            return 4
+        # Gradients are dropped, and log-probs were perhaps for a controller that is gone: these are asked anew.
+        again = (m.GradientAdded, m.LogProbs)
+        self._answers = {k: v for k, v in self._answers.items() if not isinstance(v, again)}
+        if self.trainer is not None:
+            await self.run_in_thread(self.trainer.zero_grad)
+        return None
 
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
@@ -323,6 +329,9 @@ class TrainerService:
                 self._updates += 1
                 self._completed = await self.run_in_thread(self.load, request.path, room=True)
                 return await self._publish()
+            case _:
+                what = f"a {type(request).__name__} is for slots"
+                raise WindfallError(what, where="policies", fix="Make this policy a slot.")
 
     async def _publish(self, order: m.Publish = NO_WISHES) -> m.PublishedVersion:
         """Publish the weights of the completed step."""

@@ -39,7 +39,8 @@ class TrainedWeights:
     base: AdapterBase | None = None
     """The base of the adapters."""
     frozen: bool = False
-    """Whether the policy is not trained. Without adapters it is the base itself, which others may have adapters of."""
+    """Whether the policy is not trained, or is a slot. Without adapters it is the base itself, which others may have
+    adapters of."""
 
     def __post_init__(self) -> None:
         if self.frozen and self.adapters is not None:
@@ -169,11 +170,12 @@ def prepare(
     dtype: str,
     policy: str = "",
     trained: bool = True,
+    slot: bool = False,
     digest: str = "",
 ) -> TrainedWeights:
     """Attach the adapters that the recipe asks for. `model`: the one that `model_to_load` names. `recipe`: as this
-    policy sees it. `trained`: whether it is trained; otherwise its adapters, if any, are a copy. `digest`: that of the
-    base, if it is known."""
+    policy sees it. `trained`: whether it is trained; otherwise its adapters, if any, are a copy. `slot`: it is a slot,
+    which has no adapters yet. `digest`: that of the base, if it is known."""
     from windfall.trainer.model import lora
 
     section, path = recipe.train.lora, recipe.model.path
@@ -181,6 +183,8 @@ def prepare(
         return TrainedWeights(model=model, frozen=not trained)
     digest = digest or adapter_folder.base_digest(lora.base_tensors(model))
     base, folder = AdapterBase(path=path, dtype=dtype, digest=digest), found and found.path
+    if slot:
+        return TrainedWeights(model=model, base=base, frozen=True)
     if folder is not None:
         adapter_folder.check_base(folder, base)
     options: dict[str, Any] = {"seed": recipe.run.seed, "checkpoint": folder, "policy": policy}

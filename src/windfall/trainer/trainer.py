@@ -109,10 +109,12 @@ class TorchTrainer:
         reference: Any = None,
         orders: Orders | None = None,
         adapters: Adapters | None = None,
+        learner: Learner | None = None,
     ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `adapters`: train only these; other
         trainers may train other adapters of the same model. `reference`: the model of the KL penalty, or the
-        `Adapters` of `model`, for its base. `orders` reach all ranks."""
+        `Adapters` of `model`, for its base. `orders` reach all ranks. `learner`: of this model, if it has one that
+        trainers share."""
         policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.model = policy.model
         self.algorithm = algorithm
@@ -132,7 +134,7 @@ class TorchTrainer:
         weights = trained(self.model) if adapters is None else adapters.weights()
         self.optimizer = Optimizer(weights, train, updates, ranks=self.ranks, dtype=policy.dtype)
         activations = train.checkpoint_activations
-        self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=activations)
+        self.learner = learner or Learner(policy, self.optimizer.gradients, checkpoint_activations=activations)
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)

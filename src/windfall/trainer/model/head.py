@@ -96,6 +96,20 @@ class Head:
         ]
         return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
 
+    @torch.no_grad()
+    def top(self, hidden: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the targets, and for each row the `count` most likely tokens with their log-probs."""
+        size = self.tile_rows()
+        found = [torch.empty(0), torch.empty(0, count, dtype=torch.long), torch.empty(0, count)]
+        parts = [[each.to(hidden.device) for each in found]]
+        for i in range(0, len(hidden), size):
+            logits = self.logits(hidden[i : i + size])
+            logp, _, sums = self.ops.token_logprobs(logits, targets[i : i + size], 1.0)
+            values, ids = logits.topk(count)
+            parts.append([logp, ids, values.float() - sums[:, None]])
+        logp, ids, values = (torch.cat(each) for each in zip(*parts, strict=True))
+        return logp, ids, values
+
     def loss(
         self,
         hidden: Tensor,

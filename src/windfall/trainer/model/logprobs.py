@@ -129,6 +129,13 @@ class Learner:
             self.policy.reshard()
         return numbers[0], numbers[1]
 
+    @torch.no_grad()
+    def top(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of all targets at a temperature of 1, sample after sample, in float32; and for each the `count`
+        most likely tokens with their log-probs."""
+        rows, targets = pack_rows(samples, self.policy.device)
+        return self.policy.head.top(self.policy(rows), targets, count)
+
     def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         rows, targets = pack_rows(samples, self.policy.device)
@@ -156,13 +163,19 @@ def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRo
     lengths = [len(s.ids) for s in samples]
     starts = [0, *accumulate(lengths)]
     total, wanted = starts[-1], sum(len(s.targets) for s in samples)
-    packed = np.empty(2 * total + wanted, np.int64)
+    labeled = any(s.labels is not None for s in samples)
+    packed = np.empty(2 * total + (1 + labeled) * wanted, np.int64)
     packed[:total] = np.fromiter(chain.from_iterable(s.ids for s in samples), np.int64, total)
     packed[total : 2 * total] = np.arange(total) - np.repeat(starts[:-1], lengths)
-    packed[2 * total :] = np.fromiter(chain.from_iterable(s.targets for s in samples), np.int64, wanted)
-    packed[2 * total :] += np.repeat(starts[:-1], [len(s.targets) for s in samples]) - 1
+    at = packed[2 * total : 2 * total + wanted]
+    at[:] = np.fromiter(chain.from_iterable(s.targets for s in samples), np.int64, wanted)
+    at += np.repeat(starts[:-1], [len(s.targets) for s in samples]) - 1
+    if labeled:
+        given = [np.take(s.ids, s.targets) if s.labels is None else s.labels for s in samples]
+        packed[2 * total + wanted :] = np.concatenate(given)
     on_device = torch.from_numpy(packed)
     if device.type == "cuda":
         on_device = on_device.pin_memory().to(device, non_blocking=True)
-    ids, positions, rows = on_device.split((total, total, wanted))
-    return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
+    ids, positions, rows, *labels = on_device.split((total, total, *[wanted] * (1 + labeled)))
+    targets = labels[0] if labels else ids[rows + 1]
+    return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), targets

@@ -89,6 +89,12 @@ class LoraLayer(nn.Module):
             self.register_parameter(parameter(matrix, policy), nn.Parameter(values.to(self.weight, copy=True)))
         self.scales[policy] = scale
 
+    def remove(self, policy: str) -> None:
+        """Remove the adapter of a policy."""
+        for matrix in MATRICES:
+            delattr(self, parameter(matrix, policy))
+        del self.scales[policy]
+
     def pair(self, policy: str) -> AdapterPair:
         """The matrices of a policy as they are now. FSDP2 replaces them in every pass."""
         return AdapterPair(*(getattr(self, parameter(matrix, policy)) for matrix in MATRICES))
@@ -170,21 +176,26 @@ class Adapters:
         for t in self.weights().values():
             t.requires_grad_(False)
 
+    def remove(self) -> None:
+        """Remove these adapters from the module."""
+        for layer in self.layers.values():
+            layer.remove(self.policy)
+
     def use(self) -> None:
         """From now on, the module computes with the adapters of this policy."""
-        self._active.name = self.policy
+        self.active.name = self.policy
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
         """Within this context, the module computes what the base model computes."""
-        before, self._active.name = self._active.name, None
+        before, self.active.name = self.active.name, None
         try:
             yield
         finally:
-            self._active.name = before
+            self.active.name = before
 
     @property
-    def _active(self) -> ActivePolicy:
+    def active(self) -> ActivePolicy:
         return next(iter(self.layers.values())).active
 
 

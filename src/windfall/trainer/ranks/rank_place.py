@@ -105,7 +105,7 @@ def trainer_devices(recipe: Recipe, gpus: Sequence[Place]) -> dict[str, list[Pla
     {'a': ['0'], 'b': ['0'], 'c': ['']}
     """
     bases = recipe.bases()
-    trained = [base for base in bases if recipe.is_trained(base)]  # trained policies come first
+    trained = [base for base in bases if recipe.trains(base)]  # trained policies come first
     each = len(gpus) // len(trained)
     found = {base: [Place()] for base in bases}
     for i, base in enumerate(trained):
@@ -116,7 +116,7 @@ def trainer_devices(recipe: Recipe, gpus: Sequence[Place]) -> dict[str, list[Pla
 
 def rank_devices(recipe: Recipe, gpus: Sequence[Place]) -> list[Place]:
     """Where each rank of a trainer on this machine computes. `gpus`: those that it may use."""
-    wanted = recipe.train.ranks
+    wanted = 1 if recipe.has_slots else recipe.train.ranks
     if not gpus:
         return [Place()] * (1 if wanted == "auto" else wanted)
     if wanted == "auto" or recipe.train.rendezvous:

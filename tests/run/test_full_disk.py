@@ -1,7 +1,4 @@
-"""A disk without a free byte: the error names it, although no process can write a log or record its error.
-
-The tests mount a small disk in a mount namespace of their own, and are skipped where that is not allowed.
-"""
+"""A disk without a free byte: the error names it, although no process can write a log or record its error."""
 
 from __future__ import annotations
 
@@ -13,25 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import FILL, on_a_small_disk
 from windfall import run_folder as folders
 from windfall.processes import process
 
-FILL = """
-import os, subprocess, sys, time
-from pathlib import Path
-
-disk = Path(sys.argv[1])
-
-def fill():
-    with open(disk / "fill", "ab", buffering=0) as file:
-        size = 1 << 20
-        while size:
-            try:
-                file.write(bytes(size))
-            except OSError:
-                size //= 2
-    assert os.statvfs(disk).f_bavail == 0
-"""
 CONTROLLER = """
 from windfall import run_folder as folders
 from windfall.recipe.file import parse_recipe
@@ -68,26 +50,6 @@ try:
 finally:
     run.kill()
 """
-
-
-def on_a_small_disk(here: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script whose first argument is the folder of a disk with 40 MB."""
-    disk = here / "disk"
-    disk.mkdir()
-    mount = f"mount -t tmpfs -o size=40m tmpfs '{disk}'"
-    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    try:
-        allowed = subprocess.run([*namespace, mount], capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        allowed = False
-    if not allowed:
-        pytest.skip("mounting a disk is not allowed here")
-    (here / "script.py").write_text(script)
-    return subprocess.run(
-        [*namespace, f'{mount} && exec "$@"', "sh", sys.executable, "script.py", str(disk), *arguments],
-        cwd=here, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 def test_controller_that_cannot_write_anything_names_the_full_disk(here: Path) -> None:

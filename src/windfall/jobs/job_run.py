@@ -124,8 +124,9 @@ class JobRun:
         except WindfallError as e:
             return "failed", self._failure or str(e)
         except Exception as e:  # fault boundary: what fails in one job must not end the others
-            traceback.print_exc()
-            return "failed", self._failure or errors.last_line(e)
+            if (known := errors.file_system_error(e, self.folder)) is None:
+                traceback.print_exc()
+            return "failed", self._failure or str(known or errors.last_line(e))
         finally:
             self._host.forget(job.name)
         if self._failure:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 from aiohttp import web
 
@@ -34,8 +35,16 @@ def main(settings: FleetSettings) -> int:
         settings.folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise unwritable("the folder of the service", settings.folder, e, "Choose another one with --folder.") from e
-    with folders.owned(settings.folder, "service", timeout_s=LOCK_S):
-        asyncio.run(errors.guard(_run(settings)))
+    try:
+        with folders.owned(settings.folder, "service", timeout_s=LOCK_S):
+            asyncio.run(errors.guard(_run(settings)))
+    except OSError as e:
+        if errors.file_system_error(e, settings.folder) is None:
+            raise
+        full = errors.is_disk_full(e)
+        fix = "Free space on its disk." if full else "Check the permissions of it and of its folder."
+        fix += " Then start the service again: it continues all jobs."
+        raise unwritable("the files of the service", Path(e.filename or settings.folder), e, fix) from e
     return 0
 
 

@@ -53,6 +53,10 @@ class ProgramPart:
         """What `windfall top` shows, now, of a folder that this part writes and that is no run. None: not its own."""
         return None
 
+    def snapshot(self, folder: Path) -> dict[str, Any] | None:
+        """What `windfall top --json` prints of such a folder. None: not its own."""
+        return None
+
 
 @functools.cache
 def _installed() -> dict[str, ProgramPart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from rich.console import Console, RenderableType
 
 from tests.support.hostile.files import DAMAGES, damage
 from tests.support.service_folder import device, job, snapshot, write
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.jobs.views import table
+from windfall.run import cli
 
 
 def shown(what: RenderableType, width: int = 200) -> str:
@@ -92,6 +95,18 @@ def test_damaged_file_of_a_service(tmp_path: Path, how: str) -> None:
     damage(tmp_path / "jobs.json", how)
     with pytest.raises(WindfallError, match="damaged or cannot be read"):
         table.of_folder(tmp_path)
+    with pytest.raises(WindfallError, match="damaged or cannot be read"):
+        cli.top(tmp_path, as_json=True)
+
+
+def test_top_as_json_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = snapshot({"a": job()}, {"m/gpu0": device("a", "train", 1.0, a=2.0)})
+    write(tmp_path, state)
+    cli.top(tmp_path, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"live": False, **state}
+    with folders.owned(tmp_path, "service"):
+        cli.top(tmp_path, as_json=True)
+    assert json.loads(capsys.readouterr().out)["live"] is True
 
 
 @pytest.mark.parametrize(

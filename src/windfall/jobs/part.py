@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windfall.parts import Command
 from windfall.run.submission import Submission, SubmitPart
@@ -33,6 +33,11 @@ class JobsPart(SubmitPart):
         from windfall.jobs.views import table
 
         return table.of_folder(folder) if table.is_service(folder) else None
+
+    def snapshot(self, folder: Path) -> dict[str, Any] | None:
+        from windfall.jobs.views import table
+
+        return table.snapshot_of(folder) if table.is_service(folder) else None
 
     def submit(self, recipe: Recipe, submission: Submission) -> None:
         from windfall.jobs import commands

@@ -38,14 +38,26 @@ def is_service(folder: Path) -> bool:
 
 def of_folder(folder: Path) -> Group:
     """What `windfall top` shows of the folder of a service."""
-    snapshot = folders.read_json(folder / FILE)
     try:
-        if snapshot is not None:
-            return table(snapshot, ended=ENDED_SHOWN, now_s=time.time())
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        pass  # valid JSON, but not written by a service
+        return table(_read(folder), ended=ENDED_SHOWN, now_s=time.time())
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):  # JSON, but not written by a service
+        raise _damaged(folder) from None
+
+
+def snapshot_of(folder: Path) -> dict[str, Any]:
+    """What `windfall top --json` prints of the folder of a service."""
+    return {"live": folders.held(folder, "service"), **_read(folder)}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if (found := folders.read_json(folder / FILE)) is None:
+        raise _damaged(folder)
+    return found
+
+
+def _damaged(folder: Path) -> WindfallError:
     fix = "The service writes it every second: start it with `windfall up`."
-    raise WindfallError("this file is damaged or cannot be read", where=str(folder / FILE), fix=fix)
+    return WindfallError("this file is damaged or cannot be read", where=str(folder / FILE), fix=fix)
 
 
 def table(snapshot: Mapping[str, Any], *, ended: int | None = None, now_s: float | None = None) -> Group:

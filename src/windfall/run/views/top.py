@@ -32,6 +32,9 @@ def show(run: Path, *, once: bool = False, as_json: bool = False, every_s: float
     """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once.
     `as_json`: print fleet.json once, and whether the run is live."""
     if as_json:
+        if (shown := snapshot_of_part(run)) is not None:
+            print(json.dumps(shown, indent=1))
+            return
         if (snapshot := folders.read_json(run / "fleet.json")) is None:
             raise _unreadable(run, folders.held(run))
         print(json.dumps({"live": folders.held(run), **snapshot}, indent=1))
@@ -52,6 +55,11 @@ def show(run: Path, *, once: bool = False, as_json: bool = False, every_s: float
 def view_of_part(folder: Path) -> Any:
     """What a part shows of a folder that is its own; None: the folder of a run, or something else."""
     return next((shown for part in parts.found() if (shown := part.view(folder)) is not None), None)
+
+
+def snapshot_of_part(folder: Path) -> dict[str, Any] | None:
+    """The same for --json."""
+    return next((found for part in parts.found() if (found := part.snapshot(folder)) is not None), None)
 
 
 def view(run: Path) -> Group:

@@ -314,6 +314,8 @@ class Dispatch:
                 self._accept(member, message)
             case m.Stats():
                 self.weights.progress(member, message)
+                if member.contended:
+                    self._schedule_soon()  # its responses may have to make room for other jobs
             case m.AskRoute():
                 self.weights.ask(member, message)
             case m.Capacity():

@@ -94,6 +94,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """0: not known. A prefilled token is then assumed to cost as much time as a response adds to a step."""
     kv_tokens: int = 0
     """Tokens for which its KV cache has room; 0: not known."""
+    contended: float = 0.0
+    """Share of the time in which another job wants its device."""
 
     @property
     def prefill_s(self) -> float:
@@ -222,8 +224,8 @@ def _match(
         target = move_targets.get(queued[at])
         wanted = prefix_holders.get(groups[at], ()) if target is None else (target,)
         for n in (index[name] for name in wanted if name in index):
-            # For a cached prefix a worker may get more than new[n], up to a step of near_s.
-            in_step = int((near_s - fleet.fixed[n]) / fleet.each[n])
+            # For a cached prefix a worker may get more than new[n], up to a step of near_s. A move has been decided.
+            in_step = int((near_s - fleet.fixed[n]) / fleet.each[n]) if target is None else loads[n].slots
             free = max(new[n], min(in_step, loads[n].slots) - loads[n].running) - taken[n]
             take(n, max(0, min(end - at, free)))
         while at < end:

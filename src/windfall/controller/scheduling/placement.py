@@ -39,6 +39,7 @@ from windfall.controller.scheduling.lengths import LengthPredictor
 from windfall.controller.scheduling.local_time import FleetSpeed
 from windfall.controller.scheduling.members import Member
 from windfall.controller.scheduling.order import by_context
+from windfall.controller.scheduling.tails import keep_merged, merge
 from windfall.controller.scheduling.turns import NextTurn, Turns, route
 from windfall.controller.scheduling.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
@@ -151,6 +152,7 @@ class Placement:
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
                 prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), turn_preference=_turn_preference(w),
                 stalled=w.stats is not None and w.stats.idle_s >= STALLED_S, kv_tokens=w.kv_tokens,
+                contended=w.contended,
             )
             for w in ready
         ]  # fmt: skip
@@ -343,21 +345,30 @@ class Placement:
         """(worker, response that it should release) for each move; the queues are empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
-        gathering = self.moves(loads)
-        moves = gathering or self.relieving_moves(loads)
         rooms, entries = longest or {}, self._ledger.entries
-        moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
-        if gathering:
+
+        def fits(id: str, worker: str) -> bool:
+            return room(entries[id].episode) <= rooms.get(worker, math.inf)
+
+        ends = self._is_the_end(loads)
+        gathering = merge(loads, self.held, fits=fits) if ends else []
+        if not gathering:
+            gathering = [move for move in self.moves(loads) if fits(move.id, move.target)]
+            gathering = keep_merged(loads, self.held, gathering) if ends else gathering
+        moves = gathering or [move for move in self.relieving_moves(loads) if fits(move.id, move.target)]
+        if gathering and ends:
             self._value(loads, moves)
         self.move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
 
-    def _value(self, loads: Sequence[WorkerLoad], moves: Sequence[Move]) -> None:
-        """Add what these moves are expected to bring. At the end of a step only, when few responses are left, and only
-        if the step waits for its last response: not if several steps are open at once."""
+    def _is_the_end(self, loads: Sequence[WorkerLoad]) -> bool:
+        """Whether few responses of the step are left, whose lengths can be predicted, and the step waits for the last
+        one: several steps are not open at once."""
         known = self.lengths.known and not self.turns.several and not self._step_groups
-        if not moves or not known or sum(load.running for load in loads) > MAX_TAIL:
-            return
+        return known and sum(load.running for load in loads) <= MAX_TAIL
+
+    def _value(self, loads: Sequence[WorkerLoad], moves: Sequence[Move]) -> None:
+        """Add what these moves are expected to bring."""
         before, after = busy_s(loads, self.held), busy_s(loads, self.held, moves)
         released_s = [s for worker, s in before.items() if worker not in after]
         self._gathering += Gathering(

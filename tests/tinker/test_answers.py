@@ -12,8 +12,8 @@ tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip ins
 
 
 def message(result: c.Result) -> bytes:
-    found = answers.in_protobuf(c.decode_result(c.encode(result)))
-    assert found is not None
+    found = answers.of(c.decode_result(c.encode(result)))
+    assert isinstance(found, bytes)
     return found
 
 
@@ -81,9 +81,9 @@ def test_log_probs_of_a_prompt_have_none_for_the_first_token() -> None:
 def test_other_results(result: c.Result, kind: str, expected: dict[str, object]) -> None:
     from tinker.lib._pydantic_conv import deserialize_json_response
 
-    assert answers.in_protobuf(result) is None
-    assert isinstance(result, c.ModelReady | c.Stepped | c.WeightsSaved)
-    found = deserialize_json_response(answers.in_json(result), getattr(tinker.types, kind)).model_dump()
+    answer = answers.of(result)
+    assert isinstance(answer, dict)
+    found = deserialize_json_response(answer, getattr(tinker.types, kind)).model_dump()
     assert {name: found[name] for name in expected} == expected
 
 

@@ -15,24 +15,17 @@ NO_TOKEN, NO_LOGPROB = 0, -99999.0
 """What stands in cells of the most likely tokens that are empty."""
 
 
-def in_protobuf(result: Result) -> bytes | None:
-    """The result as a message. None: it is sent as JSON."""
+def of(result: Result) -> bytes | dict[str, Any]:
+    """The result as a message, or as an object: the SDK knows from its request what it is.
+
+    >>> of(ModelReady(model="s:train:0"))
+    {'model_id': 's:train:0'}
+    """
     match result:
         case Scored():
             return _scored(result)
         case Sampled():
             return _sampled(result)
-        case _:
-            return None
-
-
-def in_json(result: ModelReady | Stepped | WeightsSaved) -> dict[str, Any]:
-    """The result as an object. The SDK knows from its request what it is.
-
-    >>> in_json(ModelReady(model="s:train:0"))
-    {'model_id': 's:train:0'}
-    """
-    match result:
         case ModelReady():
             return {"model_id": result.model} | ({"path": result.path} if result.path else {})
         case Stepped():

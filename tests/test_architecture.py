@@ -116,6 +116,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "trainer/ranks/rank_budget.py",
     "turns/accounts.py",
     "turns/co_running.py",
+    "turns/residence.py",
     "turns/sharing.py",
     "plan/__init__.py",
     "plan/model/__init__.py",

@@ -2,12 +2,14 @@
 
     python benchmarks/jobs/beside.py                                  0.6B; needs a GPU; about four minutes
     python benchmarks/jobs/beside.py --models 1.7b --rows 64 --seconds 2
+    python benchmarks/jobs/beside.py --rows                           only what sleeping costs; half a minute
 
 One process trains all weights of a model with random weights (windfall's trainer, packs of 16k tokens), the other
 generates with windfall's engine, `rows` responses at once; then two processes that both generate. A sum above 1 is a
 gain over taking turns. Once by the time slices of the driver, once under NVIDIA's Multi-Process Service (MPS), and
-there also with the trainer on a part of the multiprocessors (a stream of a green context). The last line: how long the
-state of the trainer takes to leave the GPU and to come back (trainer/sleep.py).
+there also with the trainer on a part of the multiprocessors (a stream of a green context). The last lines: how long
+the state of the trainer takes to leave the GPU for pinned memory or a file and to come back (trainer/sleep.py), and how
+much slower training is if the memory of activations is returned to the GPU after every update.
 """
 
 from __future__ import annotations
@@ -97,17 +99,33 @@ def work(spec: dict[str, Any]) -> None:
                 done += step()
             answer = {"rate": done / (time.perf_counter() - began)}
         else:
-            answer = sleep(state)
+            answer = sleep(state, step)
         print(json.dumps({"answer": answer}), flush=True)
 
 
-def sleep(state: Any) -> dict[str, float]:
+def sleep(state: Any, step: Callable[[], int]) -> dict[str, float]:
+    import torch
+
+    from windfall.turns import residence
+
     answer: dict[str, float] = {"gb": state.nbytes / 1e9}
-    for name, act in (("first_sleep_s", state.sleep), ("first_wake_s", state.wake), ("sleep_s", state.sleep),
-                      ("wake_s", state.wake)):  # fmt: skip
+    for where in ("memory", "disk"):
+        if where == "disk":
+            residence.MEMORY_SHARE, state = 0.0, type(state)(state._tensors, Path.cwd())
+        for time_ in ("first", "next"):
+            for name, act in (("sleep", state.sleep), ("wake", state.wake)):
+                began = time.perf_counter()
+                act()
+                answer[f"{where}_{time_}_{name}_s"] = time.perf_counter() - began
+    for name, after in (("kept", lambda: None), ("returned", torch.cuda.empty_cache)):
+        for _ in range(3):
+            step()
+            after()
         began = time.perf_counter()
-        act()
-        answer[name] = time.perf_counter() - began
+        for _ in range(10):
+            step()
+            after()
+        answer[f"{name}_s"] = (time.perf_counter() - began) / 10
     return answer
 
 
@@ -187,26 +205,31 @@ async def measure(options: argparse.Namespace) -> None:
                         name = f"{model} {kinds[0]} + {kinds[1]} of {count}, {how}{limit}"
                         print(f"{name:<44}{compare(kinds, model, count, share, options.seconds, env)}", flush=True)
 
-    rows("slices", dict(os.environ), [1.0])
-    with tempfile.TemporaryDirectory() as folder:
-        async with Mps(Path(folder) / "mps.log", os.environ) as mps:
-            rows("MPS", {**os.environ, **mps.environment}, [1.0, *options.sm])
+    if options.rows:
+        rows("slices", dict(os.environ), [1.0])
+        with tempfile.TemporaryDirectory() as folder:
+            async with Mps(Path(folder) / "mps.log", os.environ) as mps:
+                rows("MPS", {**os.environ, **mps.environment}, [1.0, *options.sm])
     for model in options.models:
         with Child("train", model, 0, 1.0, dict(os.environ)) as child:
             child.answer()
             child.ask(sleep=True)
             s = child.answer()
-        print(
-            f"{model}: {s['gb']:.1f} GB of trainer state leave the GPU in {s['sleep_s']:.2f} s (the first time "
-            f"{s['first_sleep_s']:.2f} s) and come back in {s['wake_s']:.2f} s",
-            flush=True,
-        )
+        for where in ("memory", "disk"):
+            first, later = ([s[f"{where}_{n}_{act}_s"] for act in ("sleep", "wake")] for n in ("first", "next"))
+            print(
+                f"{model}: {s['gb']:.1f} GB of trainer state to {where} in {later[0]:.2f} s (the first time "
+                f"{first[0]:.2f} s), and back in {later[1]:.2f} s (the first time {first[1]:.2f} s)",
+                flush=True,
+            )
+        kept, returned = s["kept_s"], s["returned_s"]
+        print(f"{model}: an update takes {kept:.3f} s, with all unused memory returned {returned:.3f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["0.6b"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--rows", nargs="*", type=int, default=[16, 64, 256])
     parser.add_argument("--sm", nargs="*", type=float, default=[0.75, 0.5], help="shares of the trainer under MPS")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)

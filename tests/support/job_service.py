@@ -19,7 +19,6 @@ from windfall.processes import parent_death
 FLEET = """
 port = 0
 devices = "cpu"
-cpu_slots = 2
 price_usd_per_h = 3.6
 """
 RECIPE = """
@@ -40,11 +39,11 @@ ENDED = ("done", "stopped", "failed", "over_budget")
 
 
 class JobService:
-    """`fleet`: more lines of its file. Used as a context manager, it ends the service by SIGKILL."""
+    """`fleet`: more lines of its file. `slots`: devices. Used as a context manager, it ends the service by SIGKILL."""
 
-    def __init__(self, folder: Path, fleet: str = "") -> None:
+    def __init__(self, folder: Path, fleet: str = "", slots: int = 2) -> None:
         self.here, self.folder = folder, folder / "fleet"
-        (folder / "fleet.toml").write_text(FLEET + fleet)
+        (folder / "fleet.toml").write_text(f"{FLEET}cpu_slots = {slots}\n{fleet}")
         (folder / "job.toml").write_text(RECIPE)
         self._process: subprocess.Popen[bytes] | None = None
 

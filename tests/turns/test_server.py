@@ -406,6 +406,11 @@ class KeptState:
         self.nbytes = nbytes
         self.awake = True
         self.moves = 0
+        self.device: list[KeptState] = []
+        """All states that share a device of 200 bytes, of which 60 are used for something else."""
+
+    def free_bytes(self) -> int:
+        return 140 - sum(state.nbytes for state in self.device if state.awake) if self.device else 0
 
     def sleep(self) -> None:
         self.awake, self.moves = False, self.moves + 1
@@ -415,8 +420,14 @@ class KeptState:
         self.awake = True
 
 
-def test_trainers_whose_states_do_not_fit_together_replace_each_other(path: Path) -> None:
-    states = {job: KeptState(60) for job in "abc"}
+@pytest.mark.parametrize(("nbytes", "limit", "most_awake"), [(60, 130, 2), (60, None, 1), (40, None, 2), (20, None, 3)])
+def test_trainers_whose_states_do_not_fit_together_replace_each_other(
+    path: Path, nbytes: int, limit: int | None, most_awake: int
+) -> None:
+    """Without a limit, by the free memory: of 140 bytes, 98 are for states."""
+    states = {job: KeptState(nbytes) for job in "abc"}
+    for state in states.values():
+        state.awake, state.device = False, [*states.values()]  # they must still be built
     stop, failures = threading.Event(), []
 
     def train(job: str, client: SharedDevice) -> None:
@@ -427,7 +438,7 @@ def test_trainers_whose_states_do_not_fit_together_replace_each_other(path: Path
                 time.sleep(0.002)
                 client.give(1)
 
-    with served(path, slice_s=0.01, state_bytes=130) as server:
+    with served(path, slice_s=0.01, state_bytes=limit) as server:
         clients = {job: SharedDevice(str(path), f"key-{job}", "train", "gpu", states[job]) for job in "abc"}
         threads = [threading.Thread(target=train, args=item) for item in clients.items()]
         with closed(*clients.values()):
@@ -438,20 +449,22 @@ def test_trainers_whose_states_do_not_fit_together_replace_each_other(path: Path
             stop.set()
             for thread in threads:
                 thread.join(WAIT_S)
-            assert sum(state.awake for state in states.values()) <= 2
+            assert sum(state.awake for state in states.values()) <= most_awake
             asleep = server.snapshot()["devices"]["gpu"]["asleep"]
-            assert asleep
+            assert len(asleep) == 3 - most_awake
             assert not any(states[job].awake for job in asleep)
             worked = len(server.turns)
     assert not failures
     moves = sum(state.moves for state in states.values())
-    assert 0 < moves < worked / 5, "a state that was fetched works for a while before it leaves"
+    assert (moves > 0) == (most_awake < 3)
+    assert moves < worked / 5, "a state that was fetched works for a while before it leaves"
 
 
 def test_a_trainer_that_does_not_sleep_when_asked_is_killed(path: Path) -> None:
     program = """
 class Stuck:
-    nbytes = 60
+    nbytes, awake = 60, True
+    def free_bytes(self): return 0
     def wake(self): pass
     def sleep(self):
         while True: time.sleep(1)

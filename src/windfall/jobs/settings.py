@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -51,9 +51,10 @@ class FleetSettings(Section):
     samples of one message, a checkpoint, or the building of an engine."""
     co_running: bool = False
     """Let two jobs compute on one GPU at the same time where measurements show that both together are faster."""
-    trainer_state_gb: float = Field(default=0.0, ge=0)
-    """Upper limit for the memory of all trainers' states on one GPU: those that do not fit wait in the memory of the
-    host until it is their turn. 0: they all fit."""
+    trainer_state_gb: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """Upper limit for the memory of all trainers' states on one device. Those that do not fit wait in the memory of the
+    host, or on its disk, until it is their turn. 0: they all fit. auto: by the memory of the GPU that is free besides
+    weights and KV caches; on a CPU they all fit."""
     limits: JobLimits = JobLimits()
 
     @model_validator(mode="after")

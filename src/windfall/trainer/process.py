@@ -136,7 +136,7 @@ class RankPart:
         self._loaded = loaded or {}
         self._reference = reference
         self.policies = {}
-        self.state = SleepingState(self._state)
+        self.state = SleepingState(self._state, folder, lent_bytes=lambda: self.engine.lent_bytes)
         """What can sleep while other jobs train on this device."""
         self.engine = OwnEngine(first=self.place.rank == 0, state=self.state)
         """The engine of this rank. The rank has its turn while it follows an order."""
@@ -363,14 +363,19 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace, make_engine: Mak
     f, token, secret = recipe.fleet, auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     weights = {name: each.weights for name, each in loaded.policies.items()}
     part = RankPart(recipe, folder, orders, place=place, loaded=weights, reference=loaded.reference)
-    _build(loaded, part, token)
+    if f.local:
+        part.engine = make_engine(part)
+    if part.ranks.distributed:
+        _build(loaded, part, token)
+    else:  # in the trainer's turn: where several jobs train, states of others make room for this one
+        part.state.expected_bytes = _state_bytes(recipe, loaded)
+        with part.engine.trainer_works(room=False):
+            _build(loaded, part, token)
     listener.raise_file_limit()
     port = f.weights_port + list(recipe.bases()).index(place.base) if f.weights_port else 0
     server = await serve(part.files, host=f.host, port=port, key=auth.weights_key(token), ssl=tls.server_context(f))
     part.address = f"{'https' if f.tls_cert else 'http'}://_:{server.port}"
     address = await _address(folder)
-    if f.local:
-        part.engine = make_engine(part)
     terms = EngineTerms(
         spec=loaded.engine, url=address, secret=secret, weights_key=auth.weights_key(token), folder=folder.resolve()
     )
@@ -527,6 +532,13 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
         loaded.model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
         if isinstance(loaded.reference, torch.nn.Module):
             loaded.reference.to("meta")
+
+
+def _state_bytes(recipe: Recipe, loaded: LoadedBase) -> int:
+    """Bytes of the gradients, Adam's moments and master weights of all policies, all in float32."""
+    trained = (each.weights for name, each in loaded.policies.items() if recipe.is_trained(name))
+    tensors = (w.model.parameters() if w.adapters is None else w.adapters.weights().values() for w in trained)
+    return sum(t.numel() * (12 if t.dtype == torch.float32 else 16) for each in tensors for t in each)
 
 
 def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.TrainerHello]:

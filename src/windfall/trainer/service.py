@@ -108,6 +108,11 @@ class OwnEngine:
             self.turn.release()
             self.device.give(tokens)
 
+    @property
+    def lent_bytes(self) -> int:
+        """Device memory that the engine has freed for the trainer's work, and allocates again for its next step."""
+        return 0 if self.engine is None else self.engine.lent_bytes
+
     def invalidate(self) -> None:
         """The weights are about to change: generate nothing before they belong to a version again."""
         if self.engine is not None:

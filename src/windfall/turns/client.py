@@ -2,12 +2,14 @@
 when it has nothing to do or another process should go on. The server of the machine (server.py) decides everything.
 
     process ── {"hello": key, "kind", "device"} ──▶ server       once for each connection
-            ── {"take": n, "rows": r, "bytes": b} ──▶            b: bytes of its state that can sleep
+            ── {"take": n, "rows": r, "bytes": b, "awake": a} ──▶  b: bytes of its state that can sleep; whether they
+                                                                 are on the device
             ◀── {"turn": n} ──                                   the turn has begun
             ◀── {"wanted": n} ──                                 give it after this step
             ◀── {"others": b} ──                                 only for rollout, when it changes: another job waits
                                                                 for the device or has it
-            ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
+            ── {"give": n, "work": w, "free": f, "woke": s} ──▶  also withdraws a turn that has not begun; f: free bytes
+                                                                 of the device; s: seconds that the state took to wake
             ◀── {"sleep": true} ──                               only to a trainer without the turn: free the device's
             ── {"slept": s} ──▶                                  memory; it took s seconds
             ── {"stays": true} ──▶                               or it could not
@@ -70,6 +72,15 @@ class CanSleep(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+    @property
+    def awake(self) -> bool:
+        """Whether it is on the device."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Free memory of the device; 0: not known."""
+        ...
+
     def sleep(self) -> None:
         """Free the device's memory. Raises RuntimeError if that is impossible; then nothing has changed."""
         ...
@@ -139,12 +150,15 @@ class SharedDevice:
         self._others_since_s: float | None = None
         """Since when another job waits for the device or has it; None: none does."""
         self._number = self._rows = self._bytes = 0
+        self._awake = False
+        self._woke_s = 0.0
+        """How long the state took to wake in this turn."""
         self._said = ""
 
     def take(self, wait_s: float, rows: int = 0) -> bool:
         if self._state is not None and not self._asked:
             with self._state_lock:
-                self._bytes = self._state.nbytes
+                self._bytes, self._awake = self._state.nbytes, self._state.awake
         with self._changed:
             self._rows = rows
             if not self._asked:
@@ -156,17 +170,20 @@ class SharedDevice:
             has = self._changed.wait_for(lambda: self._has, wait_s)
         if has and self._state is not None and not self._uses_state:
             self._state_lock.acquire()  # until `give`: a server that was restarted may ask a state in use to sleep
-            self._uses_state = True
+            self._uses_state, slept, began_s = True, not self._state.awake, time.monotonic()
             self._state.wake()
+            self._woke_s = time.monotonic() - began_s if slept else 0.0
         return has
 
     def give(self, work: float = 0.0) -> None:
-        if self._uses_state:
-            self._uses_state = False
+        measured: dict[str, float] = {}
+        if self._uses_state and self._state is not None:
+            measured = {"free": self._state.free_bytes(), "woke": self._woke_s}
+            self._uses_state, self._woke_s = False, 0.0
             self._state_lock.release()
         with self._changed:
             if self._asked:
-                self._send({"give": self._number, "work": work})
+                self._send({"give": self._number, "work": work, **measured})
             self._asked = self._has = self._wanted = False
 
     @property
@@ -191,7 +208,7 @@ class SharedDevice:
     def _ask(self) -> None:
         self._number += 1
         self._has = self._wanted = False
-        self._send({"take": self._number, "rows": self._rows, "bytes": self._bytes})
+        self._send({"take": self._number, "rows": self._rows, "bytes": self._bytes, "awake": self._awake})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         """If there is no connection, the reader sends what counts then."""

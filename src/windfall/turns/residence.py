@@ -1,9 +1,12 @@
-"""Which trainers have their state on a device, if the states of all jobs do not fit at the same time. Pure.
+"""Which trainers have their state on a device, if the states of all jobs do not fit at the same time, and where the
+others keep theirs. Pure.
 
-    asleep, in pinned memory ─ its turn comes, and there is room ──▶ awake, on the device ── others need room ──▶ asleep
+    asleep, in host memory or a file ─ its turn comes ──▶ awake, on the device ── others need room ──▶ asleep
 
 Rules:
 - the states that are awake on a device, and those on their way, fit into its limit; one alone is always allowed;
+- the limit is given, or STATE_SHARE of the memory that is free besides what the jobs use for weights and KV caches. The
+  rest is for the activations of the trainer that works;
 - the trainer that used its state least recently sleeps first;
 - a switch must pay: a trainer whose state had to be fetched keeps its place until it has worked WORTH times as long as
   the switch took, or has asked for nothing for as long as a switch takes. So trainers that take turns after every small
@@ -14,7 +17,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
+STATE_SHARE = 0.7
+"""Share of a device's memory, without weights and KV caches, that the states of trainers may use."""
+MEMORY_SHARE = 0.8
+"""Share of the machine's free memory that new copies of a state may use."""
+DISK_SHARE = 0.5
+"""Share of the free disk space that the copies of a state may use."""
 WORTH = 10.0
 """A state that was fetched stays for at least this many times its switching time of work."""
 FIRST_SWITCH_S = 0.5
@@ -26,26 +36,44 @@ class TrainerState:
     nbytes: int
     awake: bool = True
     worked_s: float = math.inf
-    """Seconds of work since its state was last fetched; infinite if it never was."""
+    """Seconds of work since its state was last fetched; infinite if it never slept."""
     used_at_s: float = 0.0
     """When it last gave its turn back."""
-    switch_s: float = FIRST_SWITCH_S
-    """What the last sleep and wake took together."""
+    sleep_s: float = FIRST_SWITCH_S / 2
+    wake_s: float = FIRST_SWITCH_S / 2
+    """What the last move in each direction took. A wake counts as long as the sleep before it, until it is measured."""
+
+    @property
+    def switch_s(self) -> float:
+        return self.sleep_s + self.wake_s
 
 
 class Residence:
     """The trainers of one device, by a key of the caller."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        """`limit_bytes`: 0: no limit, so nothing ever sleeps."""
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None) -> None:
+        """`limit_bytes`: 0: no limit, so nothing ever sleeps. None: by what trainers measure."""
+        self._by_measurement = limit_bytes is None
+        self.limit_bytes = limit_bytes or 0
         self.states: dict[int, TrainerState] = {}
 
-    def join(self, key: int, nbytes: int, now_s: float) -> None:
-        """A trainer has started; its state is on the device. It may be updated later, because Adam's moments appear
-        with the first update."""
-        state = self.states.setdefault(key, TrainerState(nbytes=nbytes, used_at_s=now_s))
+    def join(self, key: int, nbytes: int, now_s: float, *, awake: bool = True) -> None:
+        """A trainer has started. `awake`: whether its state is on the device; not if it must still be built."""
+        state = self.states.setdefault(key, TrainerState(nbytes=nbytes, used_at_s=now_s, awake=awake))
         state.nbytes = nbytes
+
+    def measured(self, free_bytes: int) -> None:
+        """A trainer has found so many bytes of the device free while no state was moving.
+
+        >>> r = Residence(limit_bytes=None)
+        >>> r.join(1, 60, now_s=0.0)
+        >>> r.measured(40)
+        >>> r.limit_bytes
+        70
+        """
+        if self._by_measurement and free_bytes:
+            awake = sum(state.nbytes for state in self.states.values() if state.awake)
+            self.limit_bytes = max(1, int(STATE_SHARE * (awake + free_bytes)))
 
     def leave(self, key: int) -> None:
         self.states.pop(key, None)
@@ -58,13 +86,18 @@ class Residence:
     def slept(self, key: int, seconds: float) -> None:
         """Its state has left the device."""
         if (state := self.states.get(key)) is not None:
-            state.awake = False
-            state.switch_s = 2 * seconds
+            state.awake, state.worked_s = False, 0.0
+            state.sleep_s = state.wake_s = seconds
+
+    def fetched(self, key: int, seconds: float) -> None:
+        """How long its state took to come back."""
+        if (state := self.states.get(key)) is not None:
+            state.wake_s = seconds
 
     def woke(self, key: int) -> None:
         """Its state is on the device again, or on the way."""
-        if (state := self.states.get(key)) is not None and not state.awake:
-            state.awake, state.worked_s = True, 0.0
+        if (state := self.states.get(key)) is not None:
+            state.awake = True
 
     def is_awake(self, key: int) -> bool:
         return key not in self.states or self.states[key].awake
@@ -106,3 +139,17 @@ class Residence:
         """Seconds until `may_work` may answer differently although nothing has happened."""
         waits = [s.used_at_s + s.switch_s - now_s for s in self.states.values() if s.awake]
         return max(0.001, min([w for w in waits if w > 0], default=FIRST_SWITCH_S))
+
+
+def place_of_copies(nbytes: int, new_bytes: int, *, memory_free: int, disk_free: int) -> Literal["memory", "disk", ""]:
+    """Where the copies of a state go: into the machine's memory, of which `new_bytes` must be allocated, or else into a
+    file. "": there is no room.
+
+    >>> [place_of_copies(50, 50, memory_free=free, disk_free=100) for free in (100, 60)]
+    ['memory', 'disk']
+    >>> place_of_copies(50, 0, memory_free=0, disk_free=0), place_of_copies(51, 51, memory_free=60, disk_free=100)
+    ('memory', '')
+    """
+    if new_bytes <= MEMORY_SHARE * memory_free:
+        return "memory"
+    return "disk" if nbytes <= DISK_SHARE * disk_free else ""

@@ -83,6 +83,8 @@ class _Peer:
     """What its state needs on the device; 0: it has none that can sleep."""
     others: bool = False
     """What it was told last: whether another job waits for the device or has it."""
+    woke_s: float = 0.0
+    """How long its state took to come back to the device for its last turn; 0: it was there."""
     sleeps_since_ns: int = 0
     """When its state was asked to sleep; 0: it was not, or has answered."""
 
@@ -121,11 +123,11 @@ class TurnServer:
         co_running: bool = False,
         slice_s: float = SLICE_S,
         limit_s: float = LIMIT_S,
-        state_bytes: int = 0,
+        state_bytes: int | None = 0,
     ) -> None:
         """`on_event` gets "hung" when a process was killed, with its device, job, kind, pid and held_s. `log` gets
         every turn that has ended. `accounts`: those of an earlier server, to go on with. `state_bytes`: upper limit for
-        the states of trainers on one device (residence.py); 0: they all fit."""
+        the states of trainers on one device (residence.py); 0: they all fit; None: by the memory that is free."""
         now_ns = time.monotonic_ns()
         self.accounts = accounts or DeviceAccounts(devices, now_ns)
         self.table = CoRunning()
@@ -307,7 +309,8 @@ class TurnServer:
             peer.number, peer.side, peer.state_bytes = number, Side.of(peer.job, peer.kind, rows), state_bytes
             peer.since_ns = time.monotonic_ns()
             if peer.state_bytes:
-                peer.device.residence.join(id(peer), peer.state_bytes, peer.since_ns / 1e9)
+                awake = message.get("awake", True) is True
+                peer.device.residence.join(id(peer), peer.state_bytes, peer.since_ns / 1e9, awake=awake)
             peer.device.peers.append(peer)
             peer.device.sharing.begin(peer.job, peer.since_ns / 1e9)
             self._schedule(peer.device)
@@ -322,7 +325,13 @@ class TurnServer:
             peer.device.residence.leave(id(peer))
             self._schedule(peer.device)
         elif _whole(message["give"]) == peer.number and peer.side is not None:
-            self._end(peer, _amount(message["work"]))
+            work, free = _amount(message["work"]), _whole(message.get("free", 0))
+            peer.woke_s = _amount(message.get("woke", 0.0))
+            if peer.woke_s:
+                peer.device.residence.fetched(id(peer), peer.woke_s)
+            if peer.has_turn and not self._moving(peer):
+                peer.device.residence.measured(free)
+            self._end(peer, work)
 
     def _leave(self, peer: _Peer) -> None:
         """The connection ends, and with it the turn."""
@@ -420,6 +429,11 @@ class TurnServer:
                 self._tell(other, {"sleep": True})
         return not sleepers
 
+    def _moving(self, peer: _Peer) -> bool:
+        """Whether states of other trainers may be on their way to or from the device."""
+        others = (other for other in self._peers_of(peer.device) if other is not peer and other.state_bytes)
+        return any(other.has_turn or other.sleeps_since_ns for other in others)
+
     def _peers_of(self, device: _Device) -> list[_Peer]:
         return [peer for peer in self._peers if peer.device is device]
 
@@ -450,7 +464,7 @@ class TurnServer:
 
     def _begin(self, peer: _Peer, now_ns: int) -> None:
         peer.has_turn, peer.since_ns, peer.began_s = True, now_ns, time.time()
-        peer.asked_ns, peer.company_ns = 0, {}
+        peer.asked_ns, peer.company_ns, peer.woke_s = 0, {}, 0.0
         peer.device.residence.woke(id(peer))
         self._account(peer.device, now_ns)
         self._tell(peer, {"turn": peer.number})
@@ -482,6 +496,7 @@ class TurnServer:
                     "end_s": peer.began_s + took_ns / 1e9,
                     "work": work,
                     "beside": company.job if company else "",
+                    "woke_s": peer.woke_s,
                 }
             )
         self._schedule(device)

@@ -58,7 +58,7 @@ class DeviceHost:
         self._turns = TurnServer(
             [place.name for place in self.places], on_event=self._hand_over, log=self._ended.append,
             co_running=settings.co_running, slice_s=settings.slice_s, limit_s=settings.turn_limit_s,
-            state_bytes=int(settings.trainer_state_gb * 1e9),
+            state_bytes=None if settings.trainer_state_gb == "auto" else int(settings.trainer_state_gb * 1e9),
         )  # fmt: skip
         self._thread = TurnServerThread(self._turns)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -31,8 +31,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
 from windfall.link.messages import Load
 from windfall.types import Capabilities, Chunk, Request
 from windfall.weights.pull import PulledWeights, WeightPuller
@@ -99,6 +102,8 @@ class TrainerEngine(Engine):
         self._merged = merged
         self._stale = True
         self._share_memory = share_memory
+        self.lent_bytes = 0
+        """Device memory that `make_room` has freed, and the engine allocates again for its next step."""
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""
 
@@ -147,7 +152,7 @@ class TrainerEngine(Engine):
         try:
             if self._stale or not self._wake():  # the trainer had the turn, and has changed the weights
                 return []
-            self.waiting = False
+            self.waiting, self.lent_bytes = False, 0
             return self._engine.step()
         finally:
             self._turn.release()
@@ -192,8 +197,14 @@ class TrainerEngine(Engine):
     def make_room(self) -> None:
         """Free the memory that the engine does not need during training. The caller must have the turn."""
         if self._share_memory:
+            free = _free_device_bytes()
             with self._orders_lock:
                 self._engine.sleep()
+            self.lent_bytes += max(0, _free_device_bytes() - free)
+
+
+def _free_device_bytes() -> int:
+    return free_bytes("cuda") if torch.cuda.is_initialized() else 0
 
 
 class TrainerWeights(WeightPuller):

@@ -37,6 +37,7 @@ POLICIES: dict[str, Any] = {
     "s0": {"slot": "sample", **LIMIT},
 }
 Q_AND_DOWN = ("q_proj", "down_proj")
+ENDS = ("v_proj", "lm_head", "embed_tokens")
 
 
 def slots(dtype: str = "float32") -> dict[str, Slot]:
@@ -105,23 +106,23 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_slot_trains_as_a_run_does_whatever_is_in_the_others(dtype: str) -> None:
-    made, plain, other = slots(dtype), alone(4, dtype=dtype), alone(7, Q_AND_DOWN, seed=5, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "targets"), [("float32", Q_AND_DOWN), ("bfloat16", Q_AND_DOWN), ("float32", ENDS)])
+def test_slot_trains_as_a_run_does_whatever_is_in_the_others(dtype: str, targets: tuple[str, ...]) -> None:
+    made, plain, other = slots(dtype), alone(4, dtype=dtype), alone(7, targets, seed=5, dtype=dtype)
     t0, t1 = made["t0"], made["t1"]
     loaded = t0.load(new(4))
     assert (loaded.rank, loaded.alpha) == (4, 12.0)
     assert loaded.parameters == sum(t.numel() for t in tensors(plain).values())
     found = train(t0, range(1))
-    assert t1.load(new(7, Q_AND_DOWN, seed=5)).targets == tuple(sorted(Q_AND_DOWN))
+    assert t1.load(new(7, targets, seed=5)).targets == tuple(sorted(targets))
     of_other = train(t1, range(1))
     found += train(t0, range(1, 3))
     of_other += train(t1, range(1, 2))
     assert (found, of_other) == (train(plain, range(3)), train(other, range(2)))
     assert same(tensors(t0), tensors(plain))
     assert same(tensors(t1), tensors(other))
-    t0.load(new(7, Q_AND_DOWN, seed=5))
-    again = alone(7, Q_AND_DOWN, seed=5, dtype=dtype)
+    t0.load(new(7, targets, seed=5))
+    again = alone(7, targets, seed=5, dtype=dtype)
     assert train(t0, range(2)) == of_other == train(again, range(2)), "nothing is left of the adapter before"
     assert same(tensors(t0), tensors(t1))
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.test_views import shown
+from tests.support.certificates import self_signed
 from tests.support.job_service import RECIPE
 from tests.support.service_folder import turn
 from windfall.errors import WindfallError
@@ -29,29 +30,34 @@ from windfall.jobs.settings import FleetSettings
 from windfall.jobs.turn_log import TurnLog
 from windfall.jobs.views import table
 from windfall.jobs.views.page import ServiceFiles
+from windfall.link import tls
+from windfall.recipe.file import load_recipe
+from windfall.recipe.fleet import Fleet
 
 SETTINGS = FleetSettings(devices="cpu", price_usd_per_h=3.6)
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[Service, str]]:
-    """A service that starts no job."""
-    service = Service(SETTINGS.model_copy(update={"folder": folder}), lambda line: None)
+async def serving(folder: Path, **more: Any) -> AsyncIterator[tuple[Service, str]]:
+    """A service that starts no job. `more`: of its settings."""
+    settings = SETTINGS.model_copy(update={"folder": folder, **more})
+    service = Service(settings, lambda line: None)
     service.stopping = True
     api = apis.Api(service)
-    runner, port = await api.open("127.0.0.1", 0)
+    ssl = tls.server_context(Fleet(tls_cert=settings.tls_cert, tls_key=settings.tls_key))
+    runner, port = await api.open("127.0.0.1", 0, ssl)
     try:
-        yield service, apis.url("127.0.0.1", port)
+        yield service, apis.url("127.0.0.1", port, secure=ssl is not None)
     finally:
         api.close()
         await runner.cleanup()
 
 
-def asked(folder: Path, ask: Callable[[Service, str], Any]) -> Any:
+def asked(folder: Path, ask: Callable[[Service, str], Any], **more: Any) -> Any:
     """The result of a function that asks the service, in a thread."""
 
     async def main() -> Any:
-        async with serving(folder) as (service, url):
+        async with serving(folder, **more) as (service, url):
             return await asyncio.to_thread(ask, service, url)
 
     return asyncio.run(main())
@@ -210,6 +216,31 @@ def test_processes_of_a_job_do_not_get_the_fleets_token(monkeypatch: pytest.Monk
     found = hosts.environment({"KEY": "own"}, token="of-the-job")
     assert (found["KEY"], found["WINDFALL_TOKEN"]) == ("own", "of-the-job")
     assert "the-token-of-the-fleet" not in found.values()
+
+
+def test_service_with_a_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    (cert, key), (other, _) = self_signed(tmp_path), self_signed(tmp_path / "other")
+
+    def ask(service: Service, url: str) -> None:
+        assert url.startswith("https://")
+        made = JobsClient(url, service.token, cert).post("/jobs", recipe=RECIPE, name="a")
+        assert load_recipe(Path(made["folder"]) / "recipe.toml").fleet.tls_cert == cert, "its controller has it, too"
+        for ca in (None, other):
+            with pytest.raises(WindfallError, match=r"(?s)certificate is not accepted: self-signed.*Set --tls-ca"):
+                JobsClient(url, service.token, ca).get("/jobs")
+        with pytest.raises(WindfallError, match="does not answer"):
+            JobsClient(url.replace("https", "http"), service.token).get("/jobs")
+        by_name = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(WindfallError, match="certificate is not accepted: Hostname mismatch"):
+            JobsClient(by_name, service.token, cert).get("/jobs")
+        address = {"url": by_name, "certificate": cert.read_text()}
+        (tmp_path / "address.json").write_text(json.dumps(address))
+        assert JobsClient(str(tmp_path), None).get("/jobs/a")["state"] == "queued", "its folder says which it is"
+        monkeypatch.setenv("WINDFALL_TLS_PIN", cert.read_text())
+        assert JobsClient(by_name, service.token).get("/jobs/a")["state"] == "queued"
+
+    asked(tmp_path, ask, tls_cert=cert, tls_key=key)
 
 
 def test_machine_with_a_wrong_token_does_not_join(tmp_path: Path) -> None:

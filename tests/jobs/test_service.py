@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import self_signed
 from tests.support.hostile import environments as hostile
 from tests.support.job_service import JobService, alone
 
@@ -261,5 +262,29 @@ def test_machine_that_crashed_joins_again_and_waits_for_the_service(tmp_path: Pa
             assert "the service does not answer" in (tmp_path / "m.log").read_text()
             device = service.client().get("/jobs")["devices"]["m/cpu0"]
             assert device["idle_s"] + sum(device["used_s"].values()) <= time.monotonic() - began
+        finally:
+            machine.kill()
+
+
+@pytest.mark.slow
+def test_service_with_tls_and_a_machine_that_joins(tmp_path: Path, trained_alone: Alone) -> None:
+    cert, key = self_signed(tmp_path)
+    with JobService(tmp_path, f'tls_cert = "{cert.name}"\ntls_key = "{key.name}"\n') as service:
+        assert service.up().url.startswith("https://")
+        machine = service.join("m", "--tls-ca", cert.name)
+        try:
+            service.train("a", SEEDS["a"], "run.steps=1000", options=("--tls-ca", str(cert)))
+
+            def works() -> bool:
+                devices = service.client().get("/jobs")["devices"]
+                return "m/cpu0" in devices and devices["m/cpu0"]["used_s"].get("a", 0.0) > 0.2
+
+            service.until(works, "uses the machine")
+            assert json.loads((service.folder / "jobs/a/address.json").read_text())["url"].startswith("https://")
+            service.command("stop", "a")
+            assert service.until_ended() == {"a": "stopped"}
+            service.train("b", SEEDS["b"])
+            assert service.until_ended("b")["b"] == "done"
+            assert service.weights("b") == trained_alone("b")
         finally:
             machine.kill()

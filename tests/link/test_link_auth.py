@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import self_signed
 from tests.support.listening_controller import Pulling
 from windfall.errors import WindfallError
 from windfall.link import auth, handshake, tls
@@ -170,15 +171,7 @@ def test_worker_with_the_wrong_token_exits_with_3(open_gate: OpenGate) -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     """Self-signed, for 127.0.0.1."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=windfall", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    cert, key = self_signed(tmp_path_factory.mktemp("tls"))
     return Fleet(tls_cert=cert, tls_key=key)
 
 

@@ -93,11 +93,21 @@ class JobService:
         arguments = [word for value in sets for word in ("--set", value)]
         return self.command("train", "job.toml", "--on", str(self.folder), "--name", name, *arguments, *options)
 
-    def join(self, name: str) -> subprocess.Popen[bytes]:
-        """Let a machine with one CPU slot join, which is this one."""
+    def join(self, name: str, *more: str) -> subprocess.Popen[bytes]:
+        """Let a machine with one CPU slot join, which is this one. `more`: arguments of the command."""
         (self.here / "machine.toml").write_text('devices = "cpu"\ncpu_slots = 1\nprice_usd_per_h = 7.2\n')
         guard = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGKILL))]
-        options = ["--on", self.client().url, "--token", "fleet/token", "--name", name, "--fleet", "machine.toml"]
+        options = [
+            "--on",
+            self.client().url,
+            "--token",
+            "fleet/token",
+            "--name",
+            name,
+            "--fleet",
+            "machine.toml",
+            *more,
+        ]
         with (self.here / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 [*guard, *COMMAND, "join", *options], cwd=self.here, stdout=log, stderr=log, env=self.environment

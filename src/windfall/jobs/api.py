@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
+import ssl as tls
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -82,9 +83,9 @@ class Api:
         for path, handler in page.JobsPage(service.folder, service.token).handlers().items():
             self.app.router.add_get(path, self._shown(handler))
 
-    async def open(self, host: str, port: int) -> tuple[web.AppRunner, int]:
+    async def open(self, host: str, port: int, ssl: tls.SSLContext | None = None) -> tuple[web.AppRunner, int]:
         fix = "Choose another port in the fleet's file, or stop the service that uses this one."
-        return await self._listener.serve(self.app, host, port, None, fix)
+        return await self._listener.serve(self.app, host, port, ssl, fix)
 
     def close(self) -> None:
         self._listener.close()
@@ -242,7 +243,7 @@ def _error(status: int, error: WindfallError) -> web.Response:
     return web.json_response({"error": {"what": error.what, "where": error.where, "fix": error.fix}}, status=status)
 
 
-def url(host: str, port: int) -> str:
+def url(host: str, port: int, *, secure: bool = False) -> str:
     """Where clients reach a service that listens on this host."""
     shown = invitation.own_address() if host in invitation.ALL_INTERFACES else host
-    return f"http://{network.in_url(shown)}:{port}"
+    return f"{'https' if secure else 'http'}://{network.in_url(shown)}:{port}"

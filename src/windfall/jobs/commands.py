@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from windfall.errors import WindfallError
-from windfall.run.commands.options import Json, token_option
+from windfall.run.commands.options import Json, service_ca_option, token_option
 
 if TYPE_CHECKING:
     from windfall.recipe.sections import Recipe
@@ -21,6 +21,7 @@ On = Annotated[
     str,
     typer.Option(metavar="URL", envvar="WINDFALL_ON", help="Address of the service, or its folder on this machine."),
 ]
+ServiceCa = Annotated[Path | None, service_ca_option()]
 Token = Annotated[
     str | None,
     token_option(
@@ -49,6 +50,7 @@ def jobs(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show this job only.")] = "",
     on: On = "fleet",
     token: Token = None,
+    tls_ca: ServiceCa = None,
     as_json: Json = False,
     remove: Annotated[
         bool, typer.Option("--remove", help="Delete this job and its folder. It must have ended.")
@@ -66,10 +68,10 @@ def jobs(
         if not name:
             fix = "Give the name of the job: windfall jobs NAME --remove."
             raise WindfallError("no job is named", where="--remove", fix=fix)
-        JobsClient(on, token).delete(path)
+        JobsClient(on, token, tls_ca).delete(path)
         print(f"{name} is removed")
         return
-    found = JobsClient(on, token).get(path)
+    found = JobsClient(on, token, tls_ca).get(path)
     if as_json:
         print(json.dumps(found))
         return
@@ -83,17 +85,19 @@ def stop(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The job to stop.")],
     on: On = "fleet",
     token: Token = None,
+    tls_ca: ServiceCa = None,
 ) -> None:
     """Stop a job. It saves, and keeps its place on disk: `windfall resume NAME --on URL` continues it."""
     from windfall.jobs.client import JobsClient
 
-    state = JobsClient(on, token).post(f"/jobs/{quote(name, safe='')}/stop")["state"]
+    state = JobsClient(on, token, tls_ca).post(f"/jobs/{quote(name, safe='')}/stop")["state"]
     print(f"{name} {'is stopping' if state == 'running' else f'is {state}'}")
 
 
 def join(
     on: On,
     token: Annotated[str, token_option(what="the fleet's token", envvar="WINDFALL_FLEET_TOKEN")],
+    tls_ca: ServiceCa = None,
     name: Annotated[str, typer.Option(help="Name of this machine. Default: its host name.")] = "",
     file: Annotated[
         Path | None, typer.Option("--fleet", help="File with devices, cpu_slots, price_usd_per_h of this machine.")
@@ -103,7 +107,7 @@ def join(
     from windfall.jobs.machine import join as joining
     from windfall.jobs.settings import FleetSettings, load
 
-    raise typer.Exit(joining.main(on, token, name, FleetSettings() if file is None else load(file)))
+    raise typer.Exit(joining.main(on, token, tls_ca, name, FleetSettings() if file is None else load(file)))
 
 
 def submit(recipe: Recipe, submission: Submission) -> None:
@@ -112,7 +116,7 @@ def submit(recipe: Recipe, submission: Submission) -> None:
     from windfall.link import auth
     from windfall.recipe.file import dump_recipe
 
-    client, name = JobsClient(submission.on, submission.token), submission.name or recipe.run.name
+    client, name = JobsClient(submission.on, submission.token, submission.ca), submission.name or recipe.run.name
     made = client.post(
         "/jobs", recipe=dump_recipe(folders.with_absolute_paths(recipe), all_keys=False), name=name,
         share=submission.share, priority=submission.priority, max_usd=submission.max_usd,
@@ -126,11 +130,11 @@ def submit(recipe: Recipe, submission: Submission) -> None:
     print(f"see it: windfall jobs {name} --on {submission.on}")
 
 
-def resume(name: str, on: str, token: str | None, max_usd: float | None) -> None:
+def resume(name: str, on: str, token: str | None, ca: Path | None, max_usd: float | None) -> None:
     from windfall.jobs.client import JobsClient
 
     fields = {} if max_usd is None else {"max_usd": max_usd}
-    state = JobsClient(on, token).post(f"/jobs/{quote(name, safe='')}/resume", **fields)["state"]
+    state = JobsClient(on, token, ca).post(f"/jobs/{quote(name, safe='')}/resume", **fields)["state"]
     print(f"{name} is {state}")
 
 

@@ -24,7 +24,7 @@ from windfall.jobs.machine import limits
 from windfall.jobs.machine.host import DeviceHost
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.store import Job, State
-from windfall.link import auth
+from windfall.link import auth, tls
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
 from windfall.run import recipe_check, resume_check, start
@@ -42,10 +42,12 @@ def fitted(recipe: Recipe, settings: FleetSettings, host: DeviceHost) -> Recipe:
     the weights stays as it is."""
     others = len(host.places) - len(host.trainers)
     run: dict[str, Any] = {"device": host.places[0].device}
-    fleet = {
+    fleet: dict[str, Any] = {
         "workers": others or (0 if recipe.fleet.local else len(host.places)),
         "workers_max": 0, "host": settings.host, "port": 0, "weights_port": 0,
     }  # fmt: skip
+    if settings.tls_cert:
+        fleet |= {"tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
     if run["device"] == "cpu":
         fleet["worker_threads"] = run["threads"] = 1
     else:
@@ -94,6 +96,8 @@ class JobRun:
         self.job, self.folder = job, folder
         self.token = auth.read_token(folder / "token")
         self.progress = JobProgress(0)
+        self.certificate = ""
+        """Of its controller (PEM); empty: it has none."""
         self._settings, self._host, self._say = settings, host, say
         self._processes: RunProcesses | None = None
         self._failure = ""
@@ -186,6 +190,8 @@ class JobRun:
         if resume_check.finished(recipe, self.folder) is not None:
             return None
         self._say(recipe_check.check(recipe))
+        if recipe.fleet.tls_cert:
+            self.certificate = tls.first_certificate(recipe.fleet.tls_cert)
         start.clear(self.folder)
         start.record(recipe, self.folder, resume_check.check_changes(recipe, self.folder))
         return recipe

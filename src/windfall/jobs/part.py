@@ -44,10 +44,10 @@ class JobsPart(SubmitPart):
 
         commands.submit(recipe, submission)
 
-    def resume(self, name: str, on: str, token: str | None, max_usd: float | None) -> None:
+    def resume(self, name: str, on: str, token: str | None, ca: Path | None, max_usd: float | None) -> None:
         from windfall.jobs import commands
 
-        commands.resume(name, on, token, max_usd)
+        commands.resume(name, on, token, ca, max_usd)
 
 
 PART = JobsPart()

@@ -24,7 +24,8 @@ from windfall.jobs import service as services
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings
 from windfall.jobs.views import page
-from windfall.link import listener
+from windfall.link import listener, tls
+from windfall.recipe.fleet import Fleet
 
 LOCK_S = 10.0
 """Seconds to wait for a service that is just ending."""
@@ -54,12 +55,15 @@ async def _run(settings: FleetSettings) -> None:
     api = apis.Api(service)
     runner, port = await _open(api, settings)
     try:
-        url = apis.url(settings.host, port)
+        url = apis.url(settings.host, port, secure=settings.tls_cert is not None)
         address = {"url": url, "port": port, "pid": os.getpid()}
+        if settings.tls_cert is not None:
+            address["certificate"] = tls.first_certificate(settings.tls_cert)
         folders.replace(settings.folder / "address.json", json.dumps(address))
         _say(f"listening on {url}, {len(service.host.places)} devices, {services.summary(service.store.jobs)}")
         _say(f"page: {page.link(url, service.token)}")
-        _say(f"submit a job: windfall train RECIPE.toml --on {url} --token {settings.folder / 'token'}")
+        trust = f" --tls-ca {settings.tls_cert}" if settings.tls_cert else ""
+        _say(f"submit a job: windfall train RECIPE.toml --on {url} --token {settings.folder / 'token'}{trust}")
         _stop_on_signals(service)
         await service.run()
     finally:
@@ -70,11 +74,12 @@ async def _run(settings: FleetSettings) -> None:
 
 async def _open(api: apis.Api, settings: FleetSettings) -> tuple[web.AppRunner, int]:
     """Open the port; with port = 0, try the one of the last time first."""
+    ssl = tls.server_context(Fleet(tls_cert=settings.tls_cert, tls_key=settings.tls_key))
     before = (folders.read_json(settings.folder / "address.json") or {}).get("port", 0)
     if settings.port == 0 and isinstance(before, int) and before:
         with contextlib.suppress(WindfallError):  # another process uses it now
-            return await api.open(settings.host, before)
-    return await api.open(settings.host, settings.port)
+            return await api.open(settings.host, before, ssl)
+    return await api.open(settings.host, settings.port, ssl)
 
 
 def _stop_on_signals(service: Service) -> None:

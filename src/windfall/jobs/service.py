@@ -212,6 +212,7 @@ class Service:
                 found.append(
                     {
                         "name": name, "url": address["url"], "port": address["port"], "token": run.token,
+                        "certificate": run.certificate,
                         "share": job.share, "priority": job.priority, "deadline_s": job.deadline_s,
                     }
                 )  # fmt: skip

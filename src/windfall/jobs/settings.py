@@ -31,6 +31,11 @@ class FleetSettings(Section):
     """Address on which the service and the controllers of the jobs listen. "0.0.0.0" lets other machines join."""
     port: int = Field(default=8765, ge=0, le=65535)
     """Port of the service. 0 chooses a free one."""
+    tls_cert: FilePath | None = None
+    """Certificate chain (PEM). With it, the service and the controllers of all jobs listen with TLS only. A relative
+    path is relative to this file."""
+    tls_key: FilePath | None = None
+    """Private key (PEM) of `tls_cert`. Set both or neither."""
     folder: FilePath = Path("fleet")
     """Directory of the service, with the folder of every job. A relative one is relative to this file."""
     devices: Literal["auto", "cpu"] = "auto"
@@ -58,6 +63,12 @@ class FleetSettings(Section):
     limits: JobLimits = JobLimits()
 
     @model_validator(mode="after")
+    def _whole(self) -> FleetSettings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set together")
+        return self
+
+    @model_validator(mode="after")
     def _finite(self) -> FleetSettings:
         numbers = (*self.model_dump().values(), self.limits.memory_gb)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -66,7 +77,7 @@ class FleetSettings(Section):
 
 
 def load(path: Path) -> FleetSettings:
-    """Read the file of a fleet. Its folder becomes absolute."""
+    """Read the file of a fleet. Its paths become absolute."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -78,7 +89,8 @@ def load(path: Path) -> FleetSettings:
         found = FleetSettings.model_validate(data)
     except ValidationError as e:
         raise WindfallError("\n".join(map(_line, e.errors())), where=str(path), fix="Keys: docs/jobs.md.") from None
-    return found.model_copy(update={"folder": (path.resolve().parent / found.folder).resolve()})
+    here, paths = path.resolve().parent, {key: getattr(found, key) for key in ("folder", "tls_cert", "tls_key")}
+    return found.model_copy(update={key: (here / value).resolve() for key, value in paths.items() if value})
 
 
 def _line(error: Any) -> str:

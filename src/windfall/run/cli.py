@@ -21,7 +21,7 @@ from windfall.errors import WindfallError, file_system_error, nearest
 from windfall.run import submission
 from windfall.run.commands.doctor import doctor
 from windfall.run.commands.env_server import env_server
-from windfall.run.commands.options import Json, Overrides, Policy, RecipeFile, token_option
+from windfall.run.commands.options import Json, Overrides, Policy, RecipeFile, service_ca_option, token_option
 from windfall.run.commands.recipes import examples, new
 from windfall.run.commands.recipes import recipe as recipe_keys
 from windfall.run.submission import Submission
@@ -98,6 +98,7 @@ def train(
     deadline: Annotated[
         str, typer.Option(metavar="TIME", rich_help_panel=JOB, help='When it should end, as "2026-11-20T08:00".')
     ] = "",
+    tls_ca: Annotated[Path | None, service_ca_option(JOB)] = None,
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
     from windfall.link import invitation
@@ -107,7 +108,7 @@ def train(
     parsed = load_recipe(recipe, set)
     if on and not dry_run:
         job = Submission(
-            on=on, token=token, name=name, share=share, priority=priority, max_usd=max_usd, deadline=deadline
+            on=on, token=token, ca=tls_ca, name=name, share=share, priority=priority, max_usd=max_usd, deadline=deadline
         )
         submission.part().submit(parsed, job)
         return
@@ -142,6 +143,7 @@ def resume(
     max_usd: Annotated[
         float | None, typer.Option(min=0.0, rich_help_panel=JOB, help="New limit for the bill of the job.")
     ] = None,
+    tls_ca: Annotated[Path | None, service_ca_option(JOB)] = None,
 ) -> None:
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.recipe.file import load_recipe
@@ -149,7 +151,7 @@ def resume(
     from windfall.run_folder import recipe_file
 
     if on:
-        submission.part().resume(str(run), on, token, max_usd)
+        submission.part().resume(str(run), on, token, tls_ca, max_usd)
         return
     start.resume(load_recipe(recipe_file(run), set), run)
 

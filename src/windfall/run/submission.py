@@ -11,6 +11,8 @@ from windfall.errors import WindfallError
 from windfall.parts import ProgramPart
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from windfall.recipe.sections import Recipe
 
 
@@ -22,6 +24,8 @@ class Submission:
     """Address of the service, or its folder on this machine."""
     token: str | None
     """The fleet's token, or the file that holds it. None: that in the service's folder."""
+    ca: Path | None = None
+    """A certificate to trust, for an https address."""
     name: str = ""
     """Empty: the name in the recipe."""
     share: float = 1.0
@@ -39,7 +43,7 @@ class SubmitPart(ProgramPart, ABC):
     def submit(self, recipe: Recipe, submission: Submission) -> None: ...
 
     @abstractmethod
-    def resume(self, name: str, on: str, token: str | None, max_usd: float | None) -> None: ...
+    def resume(self, name: str, on: str, token: str | None, ca: Path | None, max_usd: float | None) -> None: ...
 
 
 def part() -> SubmitPart:

@@ -147,9 +147,11 @@ def _table_price(place: Place) -> float:
     return prices.of(Lease(kind="reserved", device=cuda_device_name() or "")).usd_per_h
 
 
-def environment(own: Mapping[str, str], *, token: str, directory: str = "", pin: Path | None = None) -> dict[str, str]:
+def environment(
+    own: Mapping[str, str], *, token: str, directory: str = "", pin: Path | str | None = None
+) -> dict[str, str]:
     """Environment variables of the processes of a job. `own`: what `DeviceHost.admit` returned. `directory`: where its
-    modules may be. `pin`: certificate of its controller."""
+    modules may be. `pin`: certificate of its controller, or its file."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), directory)))
     more = {"PYTHONPATH": path, "WINDFALL_TLS_PIN": str(pin or "")}
     inherited = {key: value for key, value in os.environ.items() if key != FLEET_TOKEN}  # it allows more than a job may

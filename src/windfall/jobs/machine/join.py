@@ -52,8 +52,8 @@ FREE_NAME_S = 2 * REPLACED_S
 """Seconds for which a new process tries again if its name is in use: it may be that of a machine that has crashed."""
 
 
-def main(on: str, token: str, name: str, settings: FleetSettings) -> int:
-    client = JobsClient(on, token, REPORT_S)
+def main(on: str, token: str, ca: Path | None, name: str, settings: FleetSettings) -> int:
+    client = JobsClient(on, token, ca, timeout_s=REPORT_S)
     folder = Path(tempfile.mkdtemp(prefix="windfall-join-"))
     print(f"logs of the workers: {folder}", flush=True)
     asyncio.run(errors.guard(JoinedMachine(client, name or socket.gethostname(), settings, folder).run()))
@@ -131,11 +131,11 @@ class JoinedMachine:
     async def _work_for(self, job: dict[str, Any]) -> None:
         name = job["name"]
         own = self._host.admit(name, share=job["share"], priority=job["priority"], deadline_s=job["deadline_s"])
-        environment = hosts.environment(own, token=job["token"])
+        environment = hosts.environment(own, token=job["token"], pin=job["certificate"])
         assigned = GpuAssignment(len(self._host.places), trainer=0, workers=len(self._host.places))
         forks = self._host.forks_of(name)
         reached = network.in_url(str(urlsplit(self._client.url).hostname))
-        url = f"http://{reached}:{job['port']}"
+        url = f"{urlsplit(job['url']).scheme}://{reached}:{job['port']}"
 
         async def spawn(worker: str, lease: Lease) -> Handle:
             number = assigned.assign(worker)

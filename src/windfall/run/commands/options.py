@@ -38,3 +38,9 @@ def token_option(
     return typer.Option(
         metavar="FILE", envvar=envvar, callback=_warn_of_visible_token, help=help, rich_help_panel=panel
     )
+
+
+def service_ca_option(panel: str | None = None) -> Any:
+    """The option with which a command trusts the certificate of a service of jobs."""
+    help = "Certificate (PEM) to trust, if the service has TLS."
+    return typer.Option("--tls-ca", metavar="FILE", envvar="WINDFALL_TLS_CA", help=help, rich_help_panel=panel)

@@ -42,6 +42,7 @@ def test_weighted_tokens_become_a_sample_with_all_positions_as_targets() -> None
     assert isinstance(call, c.ForwardBackward)
     assert (call.model, call.seq, call.loss) == ("s:train:0", 7, Loss(name="cross_entropy"))
     first, second = call.samples
+    assert first.labels is None
     assert (first.ids, first.targets) == ((5, 6, 7, 8), (1, 2, 3))
     assert first.advantages is not None
     assert first.advantages.tolist() == [0.0, 0.5, 1.0]
@@ -84,13 +85,25 @@ def test_chunks_of_an_input_are_one_text() -> None:
     assert call.samples[0].ids == (1, 2, 3, 4)
 
 
+def test_other_targets_than_the_next_tokens_become_labels() -> None:
+    call = samples.forward_call(body([datum([5, 6], target_tokens=[9, 8])]))
+    assert isinstance(call, c.ForwardBackward)
+    (sample,) = call.samples
+    assert sample.ids == (5, 6, 8)
+    assert sample.labels is not None
+    assert sample.labels.tolist() == [9, 8]
+
+
 def test_calls_survive_the_journal() -> None:
-    call = samples.forward_call(body([datum([5, 6], target_tokens=[6, 8], weights=[0.25, 1.0])]))
+    call = samples.forward_call(body([datum([5, 6], target_tokens=[9, 8], weights=[0.25, 1.0])]))
     again = c.decode_call(c.encode(call))
     assert isinstance(again, c.ForwardBackward)
-    assert again.samples[0].ids == (5, 6, 8)
-    assert again.samples[0].advantages is not None
-    assert again.samples[0].advantages.tolist() == [0.25, 1.0]
+    (sample,) = again.samples
+    assert (sample.ids, sample.targets) == ((5, 6, 8), (1, 2))
+    assert sample.advantages is not None
+    assert sample.advantages.tolist() == [0.25, 1.0]
+    assert sample.labels is not None
+    assert sample.labels.tolist() == [9, 8]
 
 
 def test_what_is_not_supported_is_refused_in_words() -> None:

@@ -110,9 +110,9 @@ def _sample(datum: Any, loss: Loss, where: str) -> Sample:
         if key in inputs:
             advantages = _numbers(inputs[key], size, f"{where}.{key}")
     behavior = _numbers(inputs[BEHAVIOR], size, f"{where}.{BEHAVIOR}").tolist() if BEHAVIOR in inputs else ()
-    if not np.array_equal(targets[:-1], tokens[1:]):
-        raise Refusal(400, f"{where}.{TARGETS}: targets other than the next tokens of model_input are not supported")
-    return given([*tokens.tolist(), int(targets[-1])], range(1, size + 1), advantages.tolist(), behavior)
+    labels = None if np.array_equal(targets[:-1], tokens[1:]) else targets.tolist()
+    ids = [*tokens.tolist(), int(targets[-1])]
+    return given(ids, range(1, size + 1), advantages.tolist(), behavior, labels)
 
 
 def _model_input(datum: Any, where: str) -> np.ndarray:

@@ -41,7 +41,6 @@ WAIT_S = 60.0
 @dataclass
 class SlotRun:
     life: ControllerLife
-    part: RankPart
     links: dict[str, MemoryLink] = field(default_factory=dict)
     """The controller's ends of the links of the trainer, by policy."""
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)
@@ -135,7 +134,7 @@ async def slot_run(folder: Path, text: str, *, device: str = "cpu") -> AsyncIter
     server = await serve(part.files, host="127.0.0.1", port=0, key=key, ssl=None)
     part.address = f"http://127.0.0.1:{server.port}"
     events = EventLog(folder / "events.jsonl")
-    run = SlotRun(life=ControllerLife(recipe, events, None, resumed=False), part=part)
+    run = SlotRun(life=ControllerLife(recipe, events, None, resumed=False))
     gate = Gate(
         recipe.run.name, token, log=events.instant, max_workers=1, trainer_secret=secret, policies=recipe.names()
     )

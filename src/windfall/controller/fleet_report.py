@@ -112,7 +112,7 @@ class FleetReport:
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
         self._drafts_counted = DraftCounts()
-        of_policy = {name: recipe.of(name) for name in recipe.names()}
+        of_policy = {name: recipe.of(name) for name in recipe.answering()}
         base_of = {name: base for base, names in bases.items() for name in names}
         self._policies = {n: _PolicySteps(base_of[n], of.rollout.staleness) for n, of in of_policy.items()}
         self._advisor = advisor(

@@ -113,7 +113,8 @@ class ControllerProcess:
         self.recipe, self.folder, self.events, self.sinks = recipe, folder, events, sinks
         for sink in sinks:
             events.attach(sink)
-        self.journal = Journal(folder / "journal", settings_digest(recipe))
+        # What fills slots also keeps what must survive of their responses.
+        self.journal = None if recipe.has_slots else Journal(folder / "journal", settings_digest(recipe))
         self.observers, self.own_loop = observers, own_loop
         self.life = ControllerLife(
             recipe, events, self.journal, resumed=resumed, observe=[observer.observe for observer in observers]
@@ -134,7 +135,9 @@ class ControllerProcess:
             events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
         self._write_failed = asyncio.Event()
-        self.journal.failed = events.failed = self._on_write_failure
+        events.failed = self._on_write_failure
+        if self.journal is not None:
+            self.journal.failed = self._on_write_failure
         self._end: dict[str, Any] | None = None
         """Fields of the last event of the log; None if the run ends with an error."""
 
@@ -159,7 +162,8 @@ class ControllerProcess:
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is already reported, or no longer matters
                 self._snapshot(ended=how)
-            self.journal.close()
+            if self.journal is not None:
+                self.journal.close()
             left = await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in self.sinks))
             for sink, why in zip(self.sinks, left, strict=True):
                 if why:  # it did not take the last events

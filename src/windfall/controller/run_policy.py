@@ -111,7 +111,7 @@ class RunPolicy:
             with suppress(TrainerLost):  # the next trainer sets _wake
                 if self.trainer.hello is not self._announced:
                     await self.connected()
-                    self._announced = self._announce()
+                    self._announced = self.announce()
                 await self._renew()
             await self._wake.wait()
 
@@ -141,7 +141,7 @@ class RunPolicy:
 
     async def restore(self, admission: Admission) -> CheckpointState:
         """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
-        hello = self._announce()
+        hello = self.announce()
         for copy in self._copies:  # until they continue with the same process, they have versions that are lost
             while copy._announced is None or copy._announced.facts["pid"] != hello.facts["pid"]:
                 await asyncio.sleep(COPY_CHECK_S)
@@ -154,7 +154,7 @@ class RunPolicy:
         )
         return self.state
 
-    def _announce(self) -> m.TrainerHello:
+    def announce(self) -> m.TrainerHello:
         """Offer the version of the trainer that has connected."""
         hello = self._hello
         if hello is None or self.trainer.hello is not hello:

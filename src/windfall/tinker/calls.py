@@ -243,3 +243,4 @@ def _decode_array(kind: type, value: Any) -> np.ndarray:
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_array).decode
 decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_hook=_decode_array).decode
+decode_failed: Callable[[bytes], Failed] = msgspec.msgpack.Decoder(Failed).decode

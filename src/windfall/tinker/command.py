@@ -1,0 +1,74 @@
+"""`windfall tinker`: start a server, in a run folder and with the processes of `windfall train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windfall.run.commands.options import Overrides
+
+if TYPE_CHECKING:
+    from windfall.recipe.sections import Recipe
+
+BASE = "base"
+"""The policy without an adapter."""
+
+
+def tinker(
+    model: Annotated[str | None, typer.Option(help="Base model: a folder or a hub id. Default: model.path.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the server.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the base for clients. Default: as --model.")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 32,
+    models: Annotated[
+        int, typer.Option(min=1, help="Models in the trainer at once. Others wait on disk for their next call.")
+    ] = 4,
+    samplers: Annotated[
+        int, typer.Option(min=1, help="Adapters in workers at once. Samples from others wait for room.")
+    ] = 8,
+    context: Annotated[int | None, typer.Option(min=2, help="Most tokens of prompt and response together.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Workers that this machine starts. Default: 1.")] = None,
+    recipe: Annotated[Path | None, typer.Option(metavar="RECIPE.toml", help="Recipe. Default: all defaults.")] = None,
+    set: Overrides = None,
+) -> None:
+    """Serve the Tinker API: clients train adapters of one base with loops of their own. Ctrl-C saves all models."""
+    from windfall.recipe.file import load_recipe, parse_recipe
+    from windfall.run import recipe_check, start
+
+    parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
+    found = served(
+        parsed, model=model, port=port, name=name, rank=rank, models=models, samplers=samplers, context=context,
+        workers=workers, named=recipe is not None,
+    )  # fmt: skip
+    recipe_check.check(found)
+    start.train(found, start.new_folder(found))
+
+
+def served(
+    recipe: Recipe, *, model: str | None, port: int | None, name: str | None, rank: int, models: int, samplers: int,
+    context: int | None, workers: int | None, named: bool,
+) -> Recipe:  # fmt: skip
+    """The recipe of a server. What is None stays as the recipe has it. `named`: it comes from a file."""
+    from windfall.recipe.sections import Recipe
+
+    data: dict[str, Any] = recipe.model_dump(exclude_unset=True)
+
+    def update(section: str, **keys: Any) -> None:
+        data[section] = {**data.get(section, {}), **{key: value for key, value in keys.items() if value is not None}}
+
+    update("model", path=model)
+    served_port = 8900 if port is None and recipe.tinker.port is None else port
+    update("tinker", port=served_port, name=name)
+    update("rollout", max_tokens=context, staleness=0)
+    if not named:
+        update("run", name="tinker")
+    own = 1 if workers is None and "workers" not in data.get("fleet", {}) else workers
+    update("fleet", local=False, workers=own)
+    update("eval", tasks=0)
+    update("log", samples=0)
+    policies: dict[str, Any] = {BASE: {"frozen": True}}
+    policies |= {f"t{n}": {"slot": "train", "lora": {"rank": rank}} for n in range(models)}
+    policies |= {f"s{n}": {"slot": "sample", "lora": {"rank": rank}} for n in range(samplers)}
+    data["policies"] = policies
+    return Recipe.model_validate(data)

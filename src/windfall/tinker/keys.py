@@ -1,0 +1,124 @@
+"""Accounts: who may use the server, within which limits, and what each has used.
+
+    [alice]                     # a file of accounts: TOML, one table for each
+    key = "tml-..."             # what the client sends; keep the file private
+    models = 8                  # most models at the same time; 0: no limit
+    calls = 4096                # most calls without a result; 0: no limit
+
+Without a file there is one account, with a key that the server makes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from windfall.errors import WindfallError
+from windfall.tinker.calls import Refusal
+
+PREFIX = "tml-"
+"""Clients accept only keys that begin so."""
+ONLY = "default"
+"""The account of a server without a file of accounts."""
+Usage = dict[str, float]
+
+
+class AccountTable(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key: str = Field(pattern=rf"^{PREFIX}[\x21-\x7e]{{8,}}$")
+    models: int = Field(default=0, ge=0)
+    calls: int = Field(default=0, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    name: str
+    key: str
+    models: int = 0
+    """Most models at the same time. 0: no limit."""
+    calls: int = 0
+    """Most calls without a result. 0: no limit."""
+
+
+class Keys:
+    def __init__(self, accounts: Mapping[str, Account]) -> None:
+        self._accounts = dict(accounts)
+        self._usage: dict[str, Usage] = {}
+        self.open_calls: Callable[[str], int] = lambda account: 0
+        """How many calls of an account have no result."""
+
+    def account(self, key: str) -> Account:
+        """Who has this key. Raises Refusal."""
+        for account in self._accounts.values():  # all are compared, so the time says nothing
+            if hmac.compare_digest(account.key.encode(), key.encode()):
+                return account
+        raise Refusal(401, "this API key is not one of the server's. Set TINKER_API_KEY to the key that it printed.")
+
+    def check_models(self, account: Account, models: int) -> None:
+        if account.models and models >= account.models:
+            what = f"account {account.name} has {models} models, which is its limit"
+            raise Refusal(429, f"{what}. Unload one, or end its session.")
+
+    def check_calls(self, account: Account) -> None:
+        if account.calls and (count := self.open_calls(account.name)) >= account.calls:
+            raise Refusal(429, f"account {account.name} has {count} calls without a result, which is its limit")
+
+    def count(self, account: str, **amounts: float) -> None:
+        """Add to what an account has used."""
+        usage = self._usage.setdefault(account, {})
+        for name, amount in amounts.items():
+            usage[name] = usage.get(name, 0.0) + amount
+
+    def usage(self, account: str) -> Usage:
+        return self._usage.get(account, {})
+
+    def restore(self, usage: Mapping[str, Usage]) -> None:
+        self._usage = dict(usage)
+
+
+def load(file: Path | None, folder: Path) -> Keys:
+    """The accounts of a file, or the only one, whose key is in the folder of the run."""
+    if file is None:
+        return Keys({ONLY: Account(name=ONLY, key=make_key(folder))})
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise WindfallError(f"cannot be read: {e}", where=str(file), fix="See docs/tinker.md, Accounts.") from e
+    accounts = {name: _account(name, table, file) for name, table in tables.items()}
+    if not accounts:
+        raise WindfallError("there is no account", where=str(file), fix='Add one: [alice] with key = "tml-...".')
+    if len({account.key for account in accounts.values()}) < len(accounts):
+        raise WindfallError("two accounts have the same key", where=str(file), fix="Give each a key of its own.")
+    return Keys(accounts)
+
+
+def _account(name: str, table: Any, file: Path) -> Account:
+    try:
+        return Account(name=name, **AccountTable.model_validate(table).model_dump())
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        fix = f'A key is "{PREFIX}" and at least 8 printable characters; limits are whole numbers.'
+        raise WindfallError(first["msg"], where=f"{file}: {where}", fix=fix) from e
+
+
+def make_key(folder: Path) -> str:
+    """The key of the only account: that of the last start, or a new one."""
+    path = folder / "tinker.key"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text().strip()
+    with os.fdopen(descriptor, "w") as file:
+        key = PREFIX + secrets.token_urlsafe(24)
+        file.write(key + "\n")
+    return key

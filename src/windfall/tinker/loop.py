@@ -1,0 +1,136 @@
+"""The loop of a server: it answers clients until the run is stopped. It runs in the controller's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from windfall import run_folder as folders
+from windfall.controller.assembly import ControllerLife
+from windfall.controller.rollout.stream import Stopped
+from windfall.controller.scheduling.versions import Offer
+from windfall.link import network
+from windfall.link.invitation import ALL_INTERFACES
+from windfall.models import tokenizer
+from windfall.models.text import Text
+from windfall.recipe.lora import DEFAULT_RANK
+from windfall.recipe.sections import Recipe
+from windfall.tinker import keys
+from windfall.tinker.calls import LoraSpec
+from windfall.tinker.command import BASE
+from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.sampler import FleetSampler
+from windfall.tinker.service import Terms, TinkerService
+from windfall.tinker.store import Store
+from windfall.tinker.wire.server import TinkerServer
+from windfall.training import AdapterSpec, CheckpointState
+
+ALPHA = 32.0
+"""Of all adapters, as clients of the Tinker API expect: the product of the matrices is multiplied by alpha / rank."""
+
+
+class TinkerLoop:
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.section, self.folder = recipe, recipe.tinker, folder
+        slots = {name: own.slot for name, own in recipe.policies.items()}
+        self._train = [name for name, slot in slots.items() if slot == "train"]
+        self._sample = [name for name, slot in slots.items() if slot == "sample"]
+
+    async def run(self, life: ControllerLife, text: Callable[[str], Text]) -> CheckpointState:
+        """Answer clients until the run is stopped."""
+        self._life = life
+        life.dispatch.journal = None  # a call that has no result is performed again as a whole
+        state = CheckpointState(step=0, next_task=0)
+        trainers = Trainers(
+            {name: policy.trainer for name, policy in life.policies.items()},
+            self._connect,
+            lambda why: life.events.instant("trainer_lost", step=0, why=why),
+        )
+        store = Store(self.folder)
+        try:
+            train, sample = TrainSlots(trainers, self._train), SampleSlots(trainers, self._sample, self._load)
+            self._version = self._read_version(store)
+            self._store = store
+            await trainers.ready()
+            service = TinkerService(
+                self.folder / "tinker", store, keys.load(self.section.accounts, self.folder), self._terms(), trainers,
+                train, sample, self._sampler(text(BASE)), base_policy=BASE, save_updates=self.section.save_updates,
+                log=life.events.instant,
+            )  # fmt: skip
+            service.restore()
+            server, host = TinkerServer(service), self.section.host
+            port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.")
+            try:
+                folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
+                url = f"http://{network.in_url('127.0.0.1' if host in ALL_INTERFACES else host)}:{port}"
+                models = sum(1 for model in service.models.values() if not model.unloaded)
+                life.events.instant("tinker_ready", url=url, base=service.terms.base, models=models)
+                await life.unless_stopped(service.run())
+            finally:
+                await server.stop_listening()
+                await service.stop()
+        except Stopped:
+            life.events.instant("stopped", step=0)
+        finally:
+            await store.close()
+        return state
+
+    async def _connect(self) -> None:
+        """Wait for the trainer, and offer the base to workers."""
+        for policy in self._life.policies.values():
+            await policy.connected()
+        self._life.policies[BASE].announce()
+
+    def _terms(self) -> Terms:
+        hello = self._life.policies[BASE].hello
+        found = json.loads(hello.engine.model_config).get("max_position_embeddings")
+        limits = [self.recipe.rollout.max_tokens, found]
+        return Terms(
+            base=self.section.name or self.recipe.model.path,
+            context=min(limit for limit in limits if limit),
+            rank=min(self._rank(name) for name in (*self._train, *self._sample)),
+            adapter=_adapter,
+            session_timeout_s=self.section.session_timeout_s,
+        )
+
+    def _rank(self, slot: str) -> int:
+        """The largest rank of an adapter in this slot."""
+        lora = self.recipe.of(slot).train.lora
+        assert lora is not None, f"{slot} is a slot"
+        return lora.rank or DEFAULT_RANK
+
+    def _sampler(self, text: Text) -> FleetSampler:
+        found = tokenizer.load(folders.policy_folder(self.folder, BASE) / "tokenizer")
+        return FleetSampler(
+            self._life.dispatch,
+            stop=text.stop,
+            decode=lambda ids: found.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            context=self._terms().context,
+        )
+
+    async def _load(self, slot: str, folder: Path) -> None:
+        """Put weights into a slot and offer them to workers, as a version that this slot never had."""
+        policy = self._life.policies[slot]
+        self._version += 1
+        version = self._version
+        await self._store.write(self._store.put("counter", name="version", value=version))
+        await policy.trainer.load_adapter(path=str(folder), id=f"{slot}/{version}/load")
+        published = await policy.trainer.publish(version=version, id=f"{slot}/{version}/publish")
+        offer = Offer(version=published.version, digest=published.digest)
+        self._life.dispatch.set_offer(offer, policy.trainer.weights, policy=slot)
+
+    def _read_version(self, store: Store) -> int:
+        return next((row["value"] for row in store.rows("select value from counter where name = 'version'")), 0)
+
+    def _port(self) -> int:
+        """The port of the recipe, or that of the last start."""
+        before = folders.read_json(self.folder / "tinker.json") or {}
+        return self.section.port or int(before.get("port", 0))
+
+
+def _adapter(lora: LoraSpec) -> AdapterSpec:
+    """The adapter that a client means. Layers are named by the modules that they are in."""
+    wanted = {"self_attn": lora.attn, "mlp": lora.mlp, "lm_head": lora.unembed}
+    targets = tuple(name for name, trained in wanted.items() if trained)
+    return AdapterSpec(rank=lora.rank, alpha=ALPHA, seed=lora.seed, targets=targets)

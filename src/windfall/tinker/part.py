@@ -1,0 +1,39 @@
+"""A server of the Tinker API: `windfall tinker`, the section [tinker], and the loop of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from windfall.controller.own_loop import LoopPart
+from windfall.parts import Command
+
+if TYPE_CHECKING:
+    from windfall.controller.own_loop import OwnLoop
+    from windfall.recipe.sections import Recipe
+    from windfall.tinker.section import TinkerSection
+
+
+class TinkerPart(LoopPart):
+    name = "tinker"
+
+    def commands(self) -> Sequence[Command]:
+        from windfall.tinker.command import tinker
+
+        return [Command(panel="Train", example="tinker --model tiny --port 8900", function=tinker)]
+
+    def section(self) -> tuple[str, type[TinkerSection]]:
+        from windfall.tinker.section import TinkerSection
+
+        return "tinker", TinkerSection
+
+    def loop(self, recipe: Recipe, folder: Path) -> OwnLoop | None:
+        if recipe.tinker.port is None:
+            return None
+        from windfall.tinker.loop import TinkerLoop
+
+        return TinkerLoop(recipe, folder)
+
+
+PART = TinkerPart()

@@ -1,0 +1,197 @@
+"""Brings adapters into the slots of the trainer: models come and go, slots stay (recipe: [policies.NAME] slot = ...).
+
+    TrainSlots.hold(model)      a slot with the adapter of this model         one call of a model at a time
+    SampleSlots.hold(weights)   a policy that workers hold these weights as   any number of calls at once
+
+An adapter stays in its slot until another one needs the room: then the least recently used idle one leaves. A lost
+trainer empties all slots. `Trainers` finds out, waits for the next one, and whoever was using a slot tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.tinker.slots import Slots
+from windfall.training import TrainerLost
+
+LOOK_S = 0.2
+"""Seconds between looks whether the trainer was replaced."""
+
+
+class Trainers:
+    """The trainer's links to the policies of the run, all of one process. It is lost as a whole."""
+
+    def __init__(
+        self, trainers: Mapping[str, RemoteTrainer], connect: Callable[[], Awaitable[None]], log: Callable[[str], None]
+    ) -> None:
+        """`connect`: waits until all are connected, and continues with them. `log`: is told why a trainer was lost."""
+        self.trainers = dict(trainers)
+        self.emptied: list[Callable[[], Awaitable[None]]] = []
+        """Called in order when a new trainer has connected: all slots are empty."""
+        self._connect, self._log = connect, log
+        self._lock = asyncio.Lock()
+        self._known: dict[str, object] = {}
+        """What each trainer of the process that is in use said first."""
+
+    @property
+    def current(self) -> bool:
+        """Whether the process that is in use is connected."""
+        return bool(self._known) and all(t.hello is self._known.get(name) for name, t in self.trainers.items())
+
+    async def ready(self) -> None:
+        """Wait for a trainer, if the last one was lost."""
+        async with self._lock:
+            while not self.current:
+                self._known = {}
+                await self._connect()
+                self._known = {name: t.hello for name, t in self.trainers.items()}
+                try:
+                    for emptied in self.emptied:
+                        await emptied()
+                except TrainerLost as e:
+                    self._known = {}
+                    self._log(str(e))
+
+    async def lost(self, error: TrainerLost) -> None:
+        """A verb raised this: wait for the next trainer."""
+        self._log(str(error))
+        await asyncio.sleep(LOOK_S)  # its link may not have ended yet
+        await self.ready()
+
+    async def watch(self) -> None:
+        """Find out if the trainer is lost while no verb is performed: responses need its weights."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self.current and not self._lock.locked():
+                self._log("it disconnected")
+                await self.ready()
+
+
+class Tenant(Protocol):
+    """A model, as its slot sees it."""
+
+    @property
+    def id(self) -> str: ...
+    async def enter(self, trainer: RemoteTrainer) -> None:
+        """Load its adapter, and repeat what is not in the last checkpoint."""
+        ...
+
+    async def leave(self, trainer: RemoteTrainer) -> None:
+        """Save what is not in the last checkpoint."""
+        ...
+
+
+class TrainSlots:
+    def __init__(self, trainers: Trainers, names: Iterable[str]) -> None:
+        self._trainers, self._slots = trainers, Slots(names)
+        self._loaded: dict[str, Tenant] = {}
+        """By slot: whose adapter the trainer has there."""
+        self._freed = asyncio.Condition()
+        trainers.emptied.append(self._emptied)
+
+    async def _emptied(self) -> None:
+        self._loaded.clear()
+
+    @property
+    def full(self) -> bool:
+        """Whether another model would have to wait."""
+        return all(slot.users for slot in self._slots)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tenant: Tenant) -> AsyncIterator[RemoteTrainer]:
+        """A slot with its adapter, for one call. Raises TrainerLost."""
+        async with self._freed:
+            while (slot := self._slots.take(tenant.id)) is None:
+                await self._freed.wait()
+        try:
+            trainer = self._trainers.trainers[slot.name]
+            if self._loaded.get(slot.name) is not tenant:
+                before = self._loaded.get(slot.name)
+                if before is not None:
+                    await before.leave(trainer)
+                    self._loaded.pop(slot.name, None)
+                await tenant.enter(trainer)
+                self._loaded[slot.name] = tenant
+            yield trainer
+        finally:
+            self._slots.release(tenant.id)
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def remove(self, tenant: Tenant) -> None:
+        """Save the adapter, if it is in a slot, and free the slot."""
+        slot = self._slots.holding(tenant.id)
+        if slot is not None and self._loaded.get(slot.name) is tenant:
+            async with self.hold(tenant) as trainer:
+                await tenant.leave(trainer)
+                self._loaded.pop(slot.name, None)
+        self._slots.forget(tenant.id)
+
+    def drop(self, tenant: Tenant) -> None:
+        """Forget the adapter that the slot holds: it may have changed in a call that failed."""
+        slot = self._slots.holding(tenant.id)
+        if slot is not None:
+            self._loaded.pop(slot.name, None)
+
+    async def save(self) -> None:
+        """Save what is in the slots."""
+        for tenant in list(self._loaded.values()):
+            async with self.hold(tenant) as trainer:
+                await tenant.leave(trainer)
+
+
+class SampleSlots:
+    """`load(slot, folder)` loads an adapter and offers it to workers. The weights of one key may change (`changed`)."""
+
+    def __init__(self, trainers: Trainers, names: Iterable[str], load: Callable[[str, Path], Awaitable[None]]) -> None:
+        self._trainers, self._slots, self._load = trainers, Slots(names), load
+        self._loaded: dict[str, Path] = {}
+        """By slot: the weights that workers can have there."""
+        self._wanted: dict[str, Path] = {}
+        """By key in use: its weights."""
+        self._locks = {slot.name: asyncio.Lock() for slot in self._slots}
+        self._freed = asyncio.Condition()
+        trainers.emptied.append(self._emptied)
+
+    async def _emptied(self) -> None:
+        """Responses continue on workers, but a worker that joins now needs their weights."""
+        self._loaded.clear()
+        for slot in self._slots:
+            if slot.users:
+                await self._bring(slot.name, self._wanted[slot.key])
+
+    @contextlib.asynccontextmanager
+    async def hold(self, key: str, folder: Path) -> AsyncIterator[str]:
+        """The policy that these weights are. Raises TrainerLost."""
+        async with self._freed:
+            while (slot := self._slots.take(key)) is None:
+                await self._freed.wait()
+        try:
+            self._wanted[key] = folder
+            await self._bring(slot.name, folder)
+            yield slot.name
+        finally:
+            self._slots.release(key)
+            if not slot.users:
+                self._wanted.pop(key, None)
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def _bring(self, slot: str, folder: Path) -> None:
+        async with self._locks[slot]:
+            if self._loaded.get(slot) != folder:
+                self._loaded.pop(slot, None)
+                await self._load(slot, folder)
+                self._loaded[slot] = folder
+
+    async def changed(self, key: str, folder: Path) -> None:
+        """These are the weights of the key from now on, also for responses that are being generated."""
+        slot = self._slots.holding(key)
+        if slot is not None and slot.users:
+            self._wanted[key] = folder
+            await self._bring(slot.name, folder)

@@ -1,0 +1,65 @@
+"""Which slot holds which adapter. Pure.
+
+    request(key)   a slot for an adapter: the one that holds it, else a free one, else the least recently used idle one
+    hold, release  while an adapter is in use, its slot is not given to another one
+
+The owner of the slots loads what `take` says. When a trainer is lost, all its slots are empty (`clear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Slot:
+    name: str
+    key: str = ""
+    """The adapter that it holds, or is given to; "" if it is empty."""
+    users: int = 0
+    used: int = 0
+    """A number that grows with every use."""
+
+
+class Slots:
+    """
+    >>> slots = Slots(["s0", "s1"])
+    >>> [slots.take(key).name for key in ("a", "b", "a")]
+    ['s0', 's1', 's0']
+    >>> slots.release("b"); slots.take("c").name, slots.take("d")
+    ('s1', None)
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._slots = [Slot(name) for name in names]
+        self._clock = 0
+
+    def take(self, key: str) -> Slot | None:
+        """Use the adapter in a slot. None: every slot is in use by another one. Every `take` needs a `release`."""
+        slot = self.holding(key)
+        if slot is None:
+            idle = [slot for slot in self._slots if not slot.users]
+            slot = min(idle, key=lambda slot: (bool(slot.key), slot.used), default=None)
+            if slot is None:
+                return None
+        self._clock += 1
+        slot.key, slot.users, slot.used = key, slot.users + 1, self._clock
+        return slot
+
+    def release(self, key: str) -> None:
+        slot = self.holding(key)
+        assert slot is not None and slot.users, f"{key} is in no slot"
+        slot.users -= 1
+
+    def holding(self, key: str) -> Slot | None:
+        return next((slot for slot in self._slots if slot.key == key), None)
+
+    def forget(self, key: str) -> None:
+        """The adapter is not needed any more."""
+        slot = self.holding(key)
+        if slot is not None and not slot.users:
+            slot.key = ""
+
+    def __iter__(self):
+        return iter(self._slots)

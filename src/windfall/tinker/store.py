@@ -1,0 +1,157 @@
+"""What the server must not forget, in one SQLite file of the run: accounts, sessions, models, calls, saved weights.
+
+Rule: nothing is said to a client before it is on disk. `kill -9` loses no accepted call and no answer.
+
+Everything else that the server knows is rebuilt from here (`read`). One thread writes, in the order of the calls of
+`write`, and commits what has gathered meanwhile at once, so the event loop never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall import errors
+
+FORMAT = 1
+FILE = "tinker.sqlite"
+SCHEMA = """
+create table if not exists account (name text primary key, usage text not null);
+create table if not exists session (
+    id text primary key, account text not null, created real not null, seen real not null, ended real,
+    info text not null
+);
+create table if not exists model (
+    id text primary key, account text not null, session text not null, created real not null, spec text not null,
+    saved_seq integer not null, folder text not null, next_seq integer not null, unloaded integer not null
+);
+create table if not exists call (
+    id text primary key, account text not null, model text not null, sampler text not null, seq integer not null,
+    created real not null, done real, failed integer not null, body blob, result blob
+);
+create index if not exists call_of_model on call (model, seq);
+create table if not exists checkpoint (
+    path text primary key, account text not null, model text not null, kind text not null, created real not null,
+    expires real, bytes integer not null, public integer not null, folder text not null, info text not null
+);
+create table if not exists sampler (
+    id text primary key, account text not null, session text not null, created real not null, weights text not null,
+    clones integer not null
+);
+create table if not exists counter (name text primary key, value integer not null);
+"""
+
+Statement = tuple[str, Sequence[Any]]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Statements that are committed together, and who waits for that."""
+
+    statements: Sequence[Statement]
+    done: asyncio.Future[None]
+
+
+class Store:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._reader = self._open()
+        self._reader.executescript(SCHEMA)
+        self._check_format()
+        self._loop = asyncio.get_running_loop()
+        self._failed: Exception | None = None
+        self._writer = threading.Thread(target=self._write_all, name="tinker store", daemon=True)
+        self._writer.start()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            found = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=30)
+            found.execute("pragma journal_mode = wal")
+            found.execute("pragma synchronous = normal")
+        except sqlite3.Error as e:
+            fix = "Free disk space, or restore the file from a copy."
+            raise errors.WindfallError(f"cannot be opened: {e}", where=str(self.path), fix=fix) from e
+        return found
+
+    def _check_format(self) -> None:
+        (found,) = self._reader.execute("pragma user_version").fetchone()
+        if found not in (0, FORMAT):
+            what = f"format {found} was written by a newer windfall; this one reads up to {FORMAT}"
+            raise errors.WindfallError(what, where=str(self.path), fix="Update windfall.")
+        self._reader.execute(f"pragma user_version = {FORMAT}")
+
+    def rows(self, sql: str, *values: Any) -> Iterator[dict[str, Any]]:
+        """The rows of a query. For the start, and for answers that are not kept in memory."""
+        cursor = self._reader.execute(sql, values)
+        names = [column[0] for column in cursor.description]
+        for row in cursor:
+            yield dict(zip(names, row, strict=True))
+
+    def write(self, *statements: Statement) -> asyncio.Future[None]:
+        """Commit these statements together. The future is done when they are on disk; its error is that of the disk.
+        Need not be awaited by who only wants the order."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        if self._failed is not None:
+            done.set_exception(self._failed)
+            return done
+        self._queue.put(_Batch(statements, done))
+        return done
+
+    @staticmethod
+    def put(table: str, **values: Any) -> Statement:
+        """Insert or replace a row.
+
+        >>> Store.put("counter", name="version", value=3)
+        ('insert or replace into counter (name, value) values (?, ?)', ('version', 3))
+        """
+        names, marks = ", ".join(values), ", ".join("?" * len(values))
+        return f"insert or replace into {table} ({names}) values ({marks})", tuple(values.values())
+
+    def _write_all(self) -> None:
+        connection = self._open()
+        while (first := self._queue.get()) is not None:
+            batches, last = [first], False
+            while not self._queue.empty():
+                if (following := self._queue.get()) is None:
+                    last = True
+                    break
+                batches.append(following)
+            self._commit(connection, batches)
+            if last:
+                break
+        connection.close()
+
+    def _commit(self, connection: sqlite3.Connection, batches: Sequence[_Batch]) -> None:
+        try:
+            connection.execute("begin immediate")
+            for batch in batches:
+                for sql, values in batch.statements:
+                    connection.execute(sql, values)
+            connection.execute("commit")
+        except sqlite3.Error as e:  # every batch after this one would be built on what was lost
+            fix = "Free disk space, then `windfall resume`: no call that was answered is lost."
+            self._failed = errors.WindfallError(f"cannot be written: {e}", where=str(self.path), fix=fix)
+        self._loop.call_soon_threadsafe(self._tell, batches, self._failed)
+
+    @staticmethod
+    def _tell(batches: Sequence[_Batch], error: Exception | None) -> None:
+        for batch in batches:
+            if batch.done.cancelled():
+                continue
+            if error is None:
+                batch.done.set_result(None)
+            else:
+                batch.done.set_exception(error)
+
+    async def close(self) -> None:
+        """Write what is left."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._writer.join, 30.0)
+        self._reader.close()

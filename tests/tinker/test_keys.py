@@ -1,0 +1,54 @@
+"""Accounts: who may use the server, and within which limits."""
+
+from pathlib import Path
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.tinker import keys
+from windfall.tinker.calls import Refusal
+
+
+def test_the_only_key_is_made_once_and_is_private(tmp_path: Path) -> None:
+    key = keys.make_key(tmp_path)
+    assert key.startswith("tml-")
+    assert keys.make_key(tmp_path) == key
+    assert (tmp_path / "tinker.key").stat().st_mode & 0o077 == 0
+    assert keys.load(None, tmp_path).account(key).name == keys.ONLY
+
+
+def test_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="TINKER_API_KEY") as e:
+        keys.load(None, tmp_path).account("tml-of-somebody-else")
+    assert e.value.status == 401
+
+
+def test_limits_of_an_account(tmp_path: Path) -> None:
+    file = tmp_path / "accounts.toml"
+    file.write_text('[alice]\nkey = "tml-alice-0123"\nmodels = 1\ncalls = 2\n[bob]\nkey = "tml-bob-012345"\n')
+    found = keys.load(file, tmp_path)
+    alice, bob = found.account("tml-alice-0123"), found.account("tml-bob-012345")
+    found.open_calls = lambda account: 2
+    with pytest.raises(Refusal, match="1 models, which is its limit"):
+        found.check_models(alice, 1)
+    with pytest.raises(Refusal, match="2 calls without a result"):
+        found.check_calls(alice)
+    found.check_models(bob, 1)
+    found.check_calls(bob)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "there is no account"),
+        ("[a]\nkey = 'short'", "a.key"),
+        ("[a]\nkey = 'tml-0123456789'\nmodel = 1", "a.model"),
+        ("[a]\nkey = 'tml-0123456789'\n[b]\nkey = 'tml-0123456789'", "the same key"),
+        ("[a", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_words(tmp_path: Path, text: str, what: str) -> None:
+    file = tmp_path / "accounts.toml"
+    file.write_text(text)
+    with pytest.raises(WindfallError, match=what):
+        keys.load(file, tmp_path)

@@ -1,0 +1,120 @@
+"""Which adapters are in which slots, and what is saved when they leave."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
+from windfall.training import TrainerLost
+
+
+class Link:
+    """A trainer's link: only whether it is connected."""
+
+    def __init__(self) -> None:
+        self.hello: object | None = object()
+
+
+class Resident:
+    def __init__(self, id: str, said: list[str]) -> None:
+        self.id, self._said = id, said
+
+    async def enter(self, trainer: Any) -> None:
+        self._said.append(f"{self.id} enters")
+
+    async def leave(self, trainer: Any) -> None:
+        self._said.append(f"{self.id} leaves")
+
+
+def trainers(names: list[str]) -> Trainers:
+    links: Any = {name: Link() for name in names}
+
+    async def connect() -> None:
+        for link in links.values():
+            link.hello = link.hello or object()
+
+    return Trainers(links, connect, lambda why: None)
+
+
+def test_the_least_recently_used_model_is_saved_for_another_one() -> None:
+    async def run() -> list[str]:
+        said: list[str] = []
+        of = trainers(["t0", "t1"])
+        slots, (a, b, c) = TrainSlots(of, ["t0", "t1"]), (Resident(name, said) for name in "abc")
+        await of.ready()
+        for model in (a, b, a, c, a, b):
+            async with slots.hold(model):
+                pass
+        return said
+
+    enters = ["a enters", "b enters", "b leaves", "c enters", "c leaves", "b enters"]
+    assert asyncio.run(run()) == enters
+
+
+def test_a_model_waits_while_all_slots_are_in_use() -> None:
+    async def run() -> None:
+        of, said = trainers(["t0"]), list[str]()
+        slots, a, b = TrainSlots(of, ["t0"]), Resident("a", said), Resident("b", said)
+        await of.ready()
+
+        async def use_b() -> None:
+            async with slots.hold(b):
+                pass
+
+        async with slots.hold(a):
+            waiting = asyncio.create_task(use_b())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert slots.full
+            assert said == ["a enters"]
+        async with asyncio.timeout(30):
+            await waiting
+        assert said == ["a enters", "a leaves", "b enters"]
+
+    asyncio.run(run())
+
+
+def test_a_new_trainer_has_empty_slots() -> None:
+    async def run() -> None:
+        of, said = trainers(["t0", "s0"]), list[str]()
+        train, a = TrainSlots(of, ["t0"]), Resident("a", said)
+        loads: list[str] = []
+
+        async def load(slot: str, folder: Path) -> None:
+            loads.append(f"{folder} in {slot}")
+
+        sample = SampleSlots(of, ["s0"], load)
+        await of.ready()
+        async with sample.hold("w", Path("w")), sample.hold("w", Path("w")):
+            with pytest.raises(TrainerLost):
+                async with train.hold(a):
+                    raise TrainerLost("killed")
+            links: Any = of.trainers
+            links["t0"].hello = None
+            assert not of.current
+            await of.ready()
+            assert loads == ["w in s0", "w in s0"]  # a worker that joins now can get it
+        async with train.hold(a):
+            assert said == ["a enters", "a enters"]
+
+    asyncio.run(run())
+
+
+def test_live_weights_change_while_they_are_used() -> None:
+    async def run() -> list[str]:
+        of, loads = trainers(["s0"]), list[str]()
+
+        async def load(slot: str, folder: Path) -> None:
+            loads.append(str(folder))
+
+        sample = SampleSlots(of, ["s0"], load)
+        await of.ready()
+        async with sample.hold("live/m", Path("1")):
+            await sample.changed("live/m", Path("2"))
+        async with sample.hold("live/m", Path("2")):
+            pass
+        return loads
+
+    assert asyncio.run(run()) == ["1", "2"]

@@ -144,7 +144,7 @@ def test_a_state_that_is_not_built_yet_says_what_it_will_need() -> None:
     assert (state.nbytes, state.awake, state.asleep) == (1000, False, False)
     tensors.append(torch.zeros(500))
     assert (state.nbytes, state.awake) == (2000, True)
-    assert state.free_bytes() == 0, "not known on a CPU"
+    assert state.room() == (0, 0), "not known on a CPU"
 
 
 def test_without_room_on_the_device_the_state_stays_asleep_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.turns.residence import WORTH, Residence
+from windfall.turns.residence import STATE_SHARE, WORTH, Residence
 
 GB = 10**9
 
@@ -50,6 +50,22 @@ def test_a_state_that_was_fetched_works_off_its_switch_before_it_leaves() -> Non
     assert r.may_work(1, waiting={1}, now_s=21.0)  # 0 has asked for nothing for as long as a switch takes
     r.worked(0, WORTH, now_s=30.0)
     assert r.may_work(1, waiting={0, 1}, now_s=30.0)
+
+
+def test_what_was_lent_is_not_free() -> None:
+    """0 trains and has freed its KV cache of 20 GB for that; 1 finds these free, too, when it measures."""
+    r = Residence(limit_bytes=None)
+    for key in (0, 1):
+        r.join(key, 30 * GB, now_s=0.0)
+    r.lends(0, 20 * GB)
+    r.lends(1, 5 * GB)
+    r.measured(40 * GB)
+    assert r.limit_bytes == int(STATE_SHARE * 75 * GB)
+    r.lends(0, 0)  # its engine generates again
+    r.measured(20 * GB)
+    assert r.limit_bytes == int(STATE_SHARE * 75 * GB)
+    r.measured(0)
+    assert r.limit_bytes == int(STATE_SHARE * 75 * GB), "0: not known"
 
 
 def test_trainers_that_have_grown_do_not_wait_for_each_other() -> None:

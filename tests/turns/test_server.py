@@ -409,15 +409,16 @@ class KeptState:
         self.device: list[KeptState] = []
         """All states that share a device of 200 bytes, of which 60 are used for something else."""
 
-    def free_bytes(self) -> int:
-        return 140 - sum(state.nbytes for state in self.device if state.awake) if self.device else 0
+    def room(self) -> tuple[int, int]:
+        return (140 - sum(state.nbytes for state in self.device if state.awake) if self.device else 0), 0
 
     def sleep(self) -> None:
         self.awake, self.moves = False, self.moves + 1
         time.sleep(0.002)
 
-    def wake(self) -> None:
-        self.awake = True
+    def wake(self) -> bool:
+        slept, self.awake = not self.awake, True
+        return slept
 
 
 @pytest.mark.parametrize(("nbytes", "limit", "most_awake"), [(60, 130, 2), (60, None, 1), (40, None, 2), (20, None, 3)])
@@ -464,8 +465,8 @@ def test_a_trainer_that_does_not_sleep_when_asked_is_killed(path: Path) -> None:
     program = """
 class Stuck:
     nbytes, awake = 60, True
-    def free_bytes(self): return 0
-    def wake(self): pass
+    def room(self): return 0, 0
+    def wake(self): return False
     def sleep(self):
         while True: time.sleep(1)
 import time

@@ -41,8 +41,8 @@ class SleepingState:
         self, tensors: Tensors, folder: Path | None = None, *, lent_bytes: Callable[[], int] = lambda: 0
     ) -> None:
         """`tensors` returns the state as it is now: Adam's moments exist only after the first update. `folder`: for
-        files; by default, that of temporary files. `lent_bytes`: memory of the device that this process has freed only
-        for a while."""
+        files; by default, that of temporary files. `lent_bytes`: memory of the device that this process has freed until
+        its next rollout turn."""
         self._tensors = tensors
         self._folder = folder or Path(tempfile.gettempdir())
         self._lent_bytes = lent_bytes
@@ -68,21 +68,21 @@ class SleepingState:
     def asleep(self) -> bool:
         return bool(self._asleep)
 
-    def free_bytes(self) -> int:
-        """Memory of the device that nothing uses now or will use without asking; 0: not known. If this process holds
-        most of it, unused, it returns that to the device."""
-        storages = self._storages()
+    def room(self) -> tuple[int, int]:
+        """Free bytes of the device, and how many of them are only lent; (0, 0) on a CPU. If this process keeps more
+        unused memory than is free, it returns that to the device."""
+        storages, lent = self._storages(), self._lent_bytes()
         if not _on_gpu(storages):
-            return 0
+            return 0, 0
         device = storages[0].device
         try:
             free = torch.cuda.mem_get_info(device)[0]
-            if free_memory.free_bytes(device) > 2 * free:
+            if free_memory.free_bytes(device) - free > free - lent:
                 return_freed_memory(on_gpu=True)
                 free = torch.cuda.mem_get_info(device)[0]
         except RuntimeError:  # the device has failed; the caller learns of it in another way
-            return 0
-        return max(0, free - self._lent_bytes())
+            return 0, 0
+        return free, lent
 
     def sleep(self) -> None:
         """Raises RuntimeError if there is no room for the copies. Then the state is awake, as before."""
@@ -96,10 +96,11 @@ class SleepingState:
         self._copies = copies
         return_freed_memory(on_gpu=_on_gpu(storages))
 
-    def wake(self) -> None:
-        """Raises torch.OutOfMemoryError if the device has no room. Then the state is asleep, as before."""
+    def wake(self) -> bool:
+        """Returns whether it was asleep. Raises torch.OutOfMemoryError if the device has no room. Then the state is
+        asleep, as before."""
         if not self._asleep:
-            return
+            return False
         storages = [storage for storage, _ in self._asleep]
         try:
             for storage, nbytes in self._asleep:
@@ -110,6 +111,7 @@ class SleepingState:
                 storage.resize_(0)
             raise
         self._asleep = []
+        return True
 
     def _save(self, storages: Storages) -> _Copies:
         """Copy the storages to where there is room."""

@@ -8,8 +8,10 @@ when it has nothing to do or another process should go on. The server of the mac
             ◀── {"wanted": n} ──                                 give it after this step
             ◀── {"others": b} ──                                 only for rollout, when it changes: another job waits
                                                                 for the device or has it
-            ── {"give": n, "work": w, "free": f, "woke": s} ──▶  also withdraws a turn that has not begun; f: free bytes
-                                                                 of the device; s: seconds that the state took to wake
+            ── {"give": n, "work": w} ──▶                        also withdraws a turn that has not begun
+               "free": f, "lent": l, "woke": s                   f: free bytes of the device; l: those of them that its
+                                                                 next rollout turn needs; s: how long the state took to
+                                                                 come back, in seconds
             ◀── {"sleep": true} ──                               only to a trainer without the turn: free the device's
             ── {"slept": s} ──▶                                  memory; it took s seconds
             ── {"stays": true} ──▶                               or it could not
@@ -77,16 +79,17 @@ class CanSleep(Protocol):
         """Whether it is on the device."""
         ...
 
-    def free_bytes(self) -> int:
-        """Free memory of the device; 0: not known."""
+    def room(self) -> tuple[int, int]:
+        """Free bytes of the device, and how many of them this process uses again in its next rollout turn. (0, 0): not
+        known."""
         ...
 
     def sleep(self) -> None:
         """Free the device's memory. Raises RuntimeError if that is impossible; then nothing has changed."""
         ...
 
-    def wake(self) -> None:
-        """Have the state on the device, if it is not there."""
+    def wake(self) -> bool:
+        """Have the state on the device. Returns whether it had to come back."""
         ...
 
 
@@ -170,15 +173,15 @@ class SharedDevice:
             has = self._changed.wait_for(lambda: self._has, wait_s)
         if has and self._state is not None and not self._uses_state:
             self._state_lock.acquire()  # until `give`: a server that was restarted may ask a state in use to sleep
-            self._uses_state, slept, began_s = True, not self._state.awake, time.monotonic()
-            self._state.wake()
-            self._woke_s = time.monotonic() - began_s if slept else 0.0
+            self._uses_state, began_s = True, time.monotonic()
+            self._woke_s = time.monotonic() - began_s if self._state.wake() else 0.0
         return has
 
     def give(self, work: float = 0.0) -> None:
         measured: dict[str, float] = {}
         if self._uses_state and self._state is not None:
-            measured = {"free": self._state.free_bytes(), "woke": self._woke_s}
+            free, lent = self._state.room()
+            measured = {"free": free, "lent": lent, "woke": self._woke_s}
             self._uses_state, self._woke_s = False, 0.0
             self._state_lock.release()
         with self._changed:

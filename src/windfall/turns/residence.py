@@ -43,6 +43,9 @@ class TrainerState:
     wake_s: float = FIRST_SWITCH_S / 2
     """What the last move in each direction took. A wake counts as long as the sleep before it, until it is measured."""
 
+    lent_bytes: int = 0
+    """Memory of the device that its process has freed until its next rollout turn: that of its KV cache."""
+
     @property
     def switch_s(self) -> float:
         return self.sleep_s + self.wake_s
@@ -67,13 +70,20 @@ class Residence:
 
         >>> r = Residence(limit_bytes=None)
         >>> r.join(1, 60, now_s=0.0)
-        >>> r.measured(40)
+        >>> r.lends(1, 20)
+        >>> r.measured(60)
         >>> r.limit_bytes
         70
         """
         if self._by_measurement and free_bytes:
             awake = sum(state.nbytes for state in self.states.values() if state.awake)
-            self.limit_bytes = max(1, int(STATE_SHARE * (awake + free_bytes)))
+            lent = sum(state.lent_bytes for state in self.states.values())
+            self.limit_bytes = max(1, int(STATE_SHARE * (awake + max(0, free_bytes - lent))))
+
+    def lends(self, key: int, nbytes: int) -> None:
+        """Its process has freed so many bytes until its next rollout turn. 0: it uses them again."""
+        if (state := self.states.get(key)) is not None:
+            state.lent_bytes = nbytes
 
     def leave(self, key: int) -> None:
         self.states.pop(key, None)

@@ -325,10 +325,11 @@ class TurnServer:
             peer.device.residence.leave(id(peer))
             self._schedule(peer.device)
         elif _whole(message["give"]) == peer.number and peer.side is not None:
-            work, free = _amount(message["work"]), _whole(message.get("free", 0))
+            work, free, lent = _amount(message["work"]), *(_whole(message.get(key, 0)) for key in ("free", "lent"))
             peer.woke_s = _amount(message.get("woke", 0.0))
             if peer.woke_s:
                 peer.device.residence.fetched(id(peer), peer.woke_s)
+            peer.device.residence.lends(id(peer), lent)
             if peer.has_turn and not self._moving(peer):
                 peer.device.residence.measured(free)
             self._end(peer, work)
@@ -466,6 +467,10 @@ class TurnServer:
         peer.has_turn, peer.since_ns, peer.began_s = True, now_ns, time.time()
         peer.asked_ns, peer.company_ns, peer.woke_s = 0, {}, 0.0
         peer.device.residence.woke(id(peer))
+        if peer.kind == "rollout":
+            for other in self._peers_of(peer.device):
+                if other.pid == peer.pid:
+                    peer.device.residence.lends(id(other), 0)
         self._account(peer.device, now_ns)
         self._tell(peer, {"turn": peer.number})
 

@@ -168,9 +168,11 @@ class JobRun:
         if self._failure or self._processes is None:
             return
         self._failure = reason
-        if (pid := self.controller) is not None:
-            await asyncio.to_thread(limits.kill_tree, pid)
-        self.kill()
+        try:
+            if (pid := self.controller) is not None:
+                await asyncio.to_thread(limits.kill_tree, pid)
+        finally:
+            self.kill()
 
     @property
     def controller(self) -> int | None:

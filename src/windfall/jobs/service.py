@@ -70,6 +70,8 @@ class Service:
         self.stopping = False
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failing: set[asyncio.Task[None]] = set()
+        """Jobs beyond their limits that are being ended."""
         self._adding = asyncio.Lock()
         self._devices = self._look_at_devices()
         """Who has each device now, and who waits for it."""
@@ -91,9 +93,10 @@ class Service:
                     await asyncio.sleep(EVERY_S if not self.stopping else 0.05)
             finally:
                 self.kill()
-                for task in (guard, *self._tasks.values()):
+                tasks = [guard, *self._failing, *self._tasks.values()]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(guard, *self._tasks.values(), return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 self._look()
                 self.turn_log.close()
 
@@ -284,15 +287,26 @@ class Service:
         most = limits.most_bytes(self.settings.limits, self.settings.jobs_at_once)
         while True:
             await asyncio.sleep(LIMITS_S)
-            for run in list(self.running.values()):
-                if (pid := run.controller) is None:
-                    continue
-                try:
-                    used = await asyncio.to_thread(limits.usage, pid)
-                    if why := limits.exceeded(used, self.settings.limits, most):
-                        await run.fail(why)
-                except (OSError, RuntimeError) as e:  # no more threads or files, perhaps because of this job
-                    self._say(f"{run.job.name}: its limits cannot be checked now: {e}")
+            runs = {pid: run for run in self.running.values() if (pid := run.controller) is not None}
+            if not runs:
+                continue
+            try:
+                used = await asyncio.to_thread(limits.usage, runs)
+            except (OSError, RuntimeError) as e:  # no more threads or files, perhaps because of one of these jobs
+                self._say(f"limits of jobs cannot be checked now: {e}")
+                continue
+            for pid, run in runs.items():
+                if why := limits.exceeded(used[pid], self.settings.limits, most):
+                    failing = asyncio.create_task(self._fail(run, why), name=f"failing {run.job.name}")
+                    self._failing.add(failing)
+                    failing.add_done_callback(self._failing.discard)
+
+    async def _fail(self, run: JobRun, why: str) -> None:
+        """This takes seconds; the limits of the others are checked meanwhile."""
+        try:
+            await run.fail(why)
+        except (OSError, RuntimeError) as e:  # as above; its processes are killed all the same
+            self._say(f"{run.job.name}: some of what it has started may be left: {e}")
 
     def _on_turn_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "hung":

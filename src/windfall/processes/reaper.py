@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -252,11 +252,17 @@ def kill_descendants(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
+    return descendants_of_all([pid])[pid]
+
+
+def descendants_of_all(pids: Iterable[int]) -> dict[int, list[int]]:
+    """The descendants of each of these processes, from one scan of /proc."""
     children = _children()
-    out = list(children.get(pid, ()))
-    for found in out:
-        out += children.get(found, ())
-    return out
+    found = {pid: list(children.get(pid, ())) for pid in pids}
+    for out in found.values():
+        for child in out:
+            out += children.get(child, ())
+    return found
 
 
 def children_of(pid: int) -> list[int]:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,13 @@ class Usage:
     bytes: int = 0
 
 
-def usage(controller: int) -> Usage:
-    """What the descendants of a controller use now. Memory that they share with others does not count."""
-    page, total, pids = os.sysconf("SC_PAGE_SIZE"), 0, reaper.descendants(controller)
+def usage(controllers: Iterable[int]) -> dict[int, Usage]:
+    """What the descendants of each controller use now. Memory that they share with others does not count."""
+    return {controller: _usage(pids) for controller, pids in reaper.descendants_of_all(controllers).items()}
+
+
+def _usage(pids: list[int]) -> Usage:
+    page, total = os.sysconf("SC_PAGE_SIZE"), 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
             fields = Path(f"/proc/{pid}/statm").read_text().split()

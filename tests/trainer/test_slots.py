@@ -29,6 +29,7 @@ from windfall.training import Adam, Sample, check_given, given
 
 CROSS_ENTROPY, PPO = Loss(name="cross_entropy"), Loss(name="ppo")
 ADAM = Adam(lr=1e-2, weight_decay=0.1, clip_norm=1.0)
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LIMIT = {"lora": {"rank": 8}}
 POLICIES: dict[str, Any] = {
     "base": {"frozen": True},
@@ -40,10 +41,10 @@ Q_AND_DOWN = ("q_proj", "down_proj")
 ENDS = ("v_proj", "lm_head", "embed_tokens")
 
 
-def slots(dtype: str = "float32") -> dict[str, Slot]:
+def slots(dtype: str = "float32", device: str = "cpu") -> dict[str, Slot]:
     """The slots of a trainer, as its process builds them."""
     recipe = parse_recipe({"model": {"path": "tiny"}, "policies": POLICIES}, where="test")
-    model, orders = load.load("tiny", dtype=dtype, device="cpu"), Orders(TrainerRanks.alone())
+    model, orders = load.load("tiny", dtype=dtype, device=device), Orders(TrainerRanks.alone(device))
     found, digest = {}, ""
     for name in recipe.names():
         options: dict[str, Any] = {"trained": False, "slot": bool(recipe.slot(name)), "digest": digest}
@@ -64,16 +65,19 @@ def of_folder(path: Path, **fields: Any) -> m.LoadAdapter:
     return m.LoadAdapter(id="", path=str(path), **fields)
 
 
-def alone(rank: int, targets: tuple[str, ...] = (), seed: int = 3, dtype: str = "float32") -> TorchTrainer:
+def alone(
+    rank: int, targets: tuple[str, ...] = (), seed: int = 3, dtype: str = "float32", device: str = "cpu"
+) -> TorchTrainer:
     """The trainer of a run with [train.lora]."""
     lora = {"rank": rank, "alpha": 12.0, **({"targets": list(targets)} if targets else {})}
     recipe: Recipe = parse_recipe(
         {"model": {"path": "tiny"}, "run": {"seed": seed}, "train": {"lora": lora}}, where="test"
     )
-    model = load.load("tiny", dtype=dtype, device="cpu")
+    model = load.load("tiny", dtype=dtype, device=device)
     weights = trained_weights.prepare(model, recipe, None, dtype=dtype)
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    return TorchTrainer(model, algorithm, recipe, micro_tokens=64, adapters=weights.adapters)
+    orders = Orders(TrainerRanks.alone(device))
+    return TorchTrainer(model, algorithm, recipe, micro_tokens=64, adapters=weights.adapters, orders=orders)
 
 
 def draw(seed: int, count: int = 4) -> list[Sample]:
@@ -106,9 +110,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
-@pytest.mark.parametrize(("dtype", "targets"), [("float32", Q_AND_DOWN), ("bfloat16", Q_AND_DOWN), ("float32", ENDS)])
-def test_slot_trains_as_a_run_does_whatever_is_in_the_others(dtype: str, targets: tuple[str, ...]) -> None:
-    made, plain, other = slots(dtype), alone(4, dtype=dtype), alone(7, targets, seed=5, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "targets", "device"),
+    [
+        ("float32", Q_AND_DOWN, "cpu"),
+        ("bfloat16", Q_AND_DOWN, "cpu"),
+        ("float32", ENDS, "cpu"),
+        pytest.param("bfloat16", Q_AND_DOWN, "cuda", marks=cuda),
+        pytest.param("bfloat16", ENDS, "cuda", marks=cuda),
+    ],
+)
+def test_slot_trains_as_a_run_does_whatever_is_in_the_others(dtype: str, targets: tuple[str, ...], device: str) -> None:
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    made, plain, other = slots(**where), alone(4, **where), alone(7, targets, seed=5, **where)
     t0, t1 = made["t0"], made["t1"]
     loaded = t0.load(new(4))
     assert (loaded.rank, loaded.alpha) == (4, 12.0)
@@ -122,14 +136,17 @@ def test_slot_trains_as_a_run_does_whatever_is_in_the_others(dtype: str, targets
     assert same(tensors(t0), tensors(plain))
     assert same(tensors(t1), tensors(other))
     t0.load(new(7, targets, seed=5))
-    again = alone(7, targets, seed=5, dtype=dtype)
+    again = alone(7, targets, seed=5, **where)
     assert train(t0, range(2)) == of_other == train(again, range(2)), "nothing is left of the adapter before"
     assert same(tensors(t0), tensors(t1))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_saved_adapter_goes_on_in_any_slot(tmp_path: Path, dtype: str) -> None:
-    made, plain = slots(dtype), alone(4, Q_AND_DOWN, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "device"), [("float32", "cpu"), ("bfloat16", "cpu"), pytest.param("bfloat16", "cuda", marks=cuda)]
+)
+def test_saved_adapter_goes_on_in_any_slot(tmp_path: Path, dtype: str, device: str) -> None:
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    made, plain = slots(**where), alone(4, Q_AND_DOWN, **where)
     t0, t1 = made["t0"], made["t1"]
     t0.load(new(4, Q_AND_DOWN))
     train(t0, range(2))

@@ -158,7 +158,7 @@ def derive(
     **place: Any,
 ) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later.
-    `place`: ranks, sharded and beside, as in `memory_use`."""
+    `place`: ranks, sharded, trains and beside, as in `memory_use`."""
     c, o = model.config, recipe.rollout
     longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
     pack = _pack_tokens(recipe, model, longest, **place) if device == "cuda" else max(longest, 4096)
@@ -193,16 +193,18 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, **place: Any) -> int:
 
 
 def memory_use(
-    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, beside: Sequence[Lora] = ()
-) -> float:
+    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, trains: bool = True,
+    beside: Sequence[Lora] = (),
+) -> float:  # fmt: skip
     """GPU memory that the trainer, or each of its ranks, will need besides activations and the layers that are
     gathered. `free`: bytes of free GPU memory. Unsharded, the weights are on the GPU already; sharded, no weight is
-    there yet, and with `train.offload` none stays there. `beside`: adapters of other policies."""
+    there yet, and with `train.offload` none stays there. `trains`: the policy is trained, or a slot to train in.
+    `beside`: adapters of others that are."""
     from windfall.trainer.model.lora import trained_parameters
 
     width, section, kl, local = model.dtype.itemsize, recipe.train.lora, recipe.algorithm.kl > 0, recipe.fleet.local
     whole = sum(p.numel() for p in model.parameters())
-    trained = sum(trained_parameters(model, each) for each in (section, *beside))
+    trained = sum(trained_parameters(model, each) for each in ((section, *beside) if trains else beside))
     if not sharded:
         # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves.
         # Then the KL reference; with adapters there is none, but merged copies for the trainer's own engine.

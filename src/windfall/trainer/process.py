@@ -463,6 +463,7 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     if device == "cpu":
         devices.choose_matmul_library()
     tokenizers, chosen = {}, {}
+    trains = [name for name in names if recipe.is_trained(name) or recipe.slot(name) == "train"]
     for name, view in views.items():
         if not recipe.slot(name):  # the texts of a slot are those of its base
             begins = found[name]
@@ -476,10 +477,11 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
         # Beside slots, rollout.max_tokens is for prompt and response together: the prompts are not known.
         planned = derived.planned_prompts
         prompts = [0] if recipe.has_slots else await planned(view, folder, tokenizers[name], model)
-        others = [other.train.lora for n, other in views.items() if n != name and other.train.lora is not None]
+        others = [other.train.lora for n, other in views.items() if n != name and n in trains]
         chosen[name] = derived.derive(
-            view, model, device, dtype, prompts, ranks=place.size, sharded=sharded, beside=others
-        )
+            view, model, device, dtype, prompts, ranks=place.size, sharded=sharded, trains=name in trains,
+            beside=[lora for lora in others if lora is not None],
+        )  # fmt: skip
     longest = {name: each.longest for name, each in chosen.items()}
     engine = derived.checked(derived.base_spec(recipe, names, model.config, dtype, longest), device, model)
     digest = ""

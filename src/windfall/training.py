@@ -71,9 +71,9 @@ class Sample:
 def given(
     ids: Sequence[int],
     targets: Sequence[int],
-    advantages: Sequence[float],
-    behavior: Sequence[float] = (),
-    labels: Sequence[int] | None = None,
+    advantages: Sequence[float] | Floats,
+    behavior: Sequence[float] | Floats = (),
+    labels: Sequence[int] | np.ndarray | None = None,
 ) -> Sample:
     """A sample for a given loss. `advantages`: the weight or advantage of each target. `behavior`: the log-prob of each
     target when it was sampled; empty for cross entropy. `labels`: the token of each target, if not that in `ids`."""

@@ -109,10 +109,10 @@ def _sample(datum: Any, loss: Loss, where: str) -> Sample:
     for key in (WEIGHTS, ADVANTAGES):
         if key in inputs:
             advantages = _numbers(inputs[key], size, f"{where}.{key}")
-    behavior = _numbers(inputs[BEHAVIOR], size, f"{where}.{BEHAVIOR}").tolist() if BEHAVIOR in inputs else ()
-    labels = None if np.array_equal(targets[:-1], tokens[1:]) else targets.tolist()
+    behavior = _numbers(inputs[BEHAVIOR], size, f"{where}.{BEHAVIOR}") if BEHAVIOR in inputs else ()
+    labels = None if np.array_equal(targets[:-1], tokens[1:]) else targets
     ids = [*tokens.tolist(), int(targets[-1])]
-    return given(ids, range(1, size + 1), advantages.tolist(), behavior, labels)
+    return given(ids, range(1, size + 1), advantages, behavior, labels)
 
 
 def _model_input(datum: Any, where: str) -> np.ndarray:

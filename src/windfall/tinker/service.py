@@ -57,7 +57,7 @@ class Session:
     created: float
     seen: float
     info: dict[str, Any]
-    """Tags, metadata and the client's version."""
+    """Tags, metadata, the client's version, and a name that it gave."""
     ended: float | None = None
 
 
@@ -251,10 +251,16 @@ class TinkerService:
         return self.keys.account(key)
 
     async def create_session(
-        self, account: Account, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None, sdk: str = ""
+        self,
+        account: Account,
+        *,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        sdk: str = "",
+        name: str = "",
     ) -> Session:
         now = time.time()
-        info = {"tags": list(tags), "metadata": dict(metadata or {}), "sdk": sdk}
+        info = {"tags": list(tags), "metadata": dict(metadata or {}), "sdk": sdk, "name": name}
         session = Session(id=str(uuid.uuid4()), account=account.name, created=now, seen=now, info=info)
         self.sessions[session.id] = session
         await self._store.write(self._session_row(session))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from windfall.tinker.calls import LoraSpec, Refusal
 from windfall.tinker.wire.fields import SearchBody
 
-Checkpoint = Any
-Model = Any
-Session = Any
+if TYPE_CHECKING:
+    from windfall.tinker.model import Model
+    from windfall.tinker.service import Checkpoint, Session
 
 PARTS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path that says what kind of weights these are, and the kind."""

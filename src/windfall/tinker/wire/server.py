@@ -17,7 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -28,8 +28,9 @@ from windfall.tinker.wire import answers, listings, requests, samples
 from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.intake import MAX_BODY_BYTES, Intake, zstd
 
-Account = Any
-TinkerService = Any
+if TYPE_CHECKING:
+    from windfall.tinker.keys import Account
+    from windfall.tinker.service import Entry, TinkerService
 
 API = "/api/v1"
 WAIT_S = 30.0
@@ -407,7 +408,7 @@ def _check_project(query: Mapping[str, str]) -> None:
         raise Refusal(400, "project_id: this server has no projects. Leave it out.")
 
 
-def _completion(entry: Any) -> dict[str, Any]:
+def _completion(entry: Entry) -> dict[str, Any]:
     if entry.failed:
         return {"state": "failed", "request_id": entry.id}
     return {"state": "finished", "request_id": entry.id, "response_payload_uncompressed_size": len(entry.result)}

@@ -10,8 +10,8 @@ left. If both pipelines have work for a GPU, a policy decides: one of them, or b
     one after the other   every pipeline alone
     turns                 one stage at a time, first come, first served: no two run at the same time
     greedy                both at once where that was measured to gain, else the one that came first
-    greedy, merged tails  the last responses of a rollout also move to one GPU, and what the other pipeline does there
-                          to the other GPUs, if that ends sooner by the formula of the paper (section 4.3)
+    greedy, merged tails  responses also leave GPUs that the other pipeline wants, by the rule of the product
+                          (src/windfall/controller/scheduling/tails.py); stages of training stay where they are
     look-ahead            the same actions, chosen by simulating the next three decisions (the paper's window), by the
                           end of the critical path
 
@@ -30,12 +30,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from windfall.controller.scheduling.balance import Running, WorkerLoad
+from windfall.controller.scheduling.tails import merge
 from windfall.sim.core.draws import LogNormalLengths
+from windfall.step_time import StepTime
 from windfall.turns.co_running import GAIN
 
 GPUS, GROUPS, SIZE, MAX_TOKENS = 4, 64, 4, 8192
@@ -51,7 +55,7 @@ EACH = 1 / 200
 PREFILL = 1 / 800
 """Time to prefill a token, in the same unit: 5 us if an empty step takes 4 ms."""
 FEW, TAIL = 32, 16
-"""A rollout on a GPU is split where at most this many responses are left. Tails can be merged."""
+"""A rollout on a GPU is split where at most this many responses are left. Policies choose at the end of each part."""
 TRAIN_BESIDE = ((32, 1.10), (128, 1.07), (math.inf, 1.07))
 DECODE_BESIDE = ((32, 1.17), (128, 0.97), (math.inf, 1.00))
 """Sum of the relative speeds of two stages on one GPU, by the rows of decoding: measured at 16, 64 and 256 rows."""
@@ -88,8 +92,18 @@ ASSUMED = (
     "steps of both pipelines of a pair take equally long alone",
     "two stages at once divide their sum of relative speeds evenly; reference counts as training; two trainings at "
     "once gain nothing; the measurements are those of the 0.6B shape, for all sizes",
-    "switching between pipelines is free, both fit into the memory, and training can be divided unevenly",
+    "switching between pipelines is free, and both fit into the memory",
+    "lengths are known when responses move; windfall predicts them",
 )
+
+
+class Row(NamedTuple):
+    """A response of a rollout."""
+
+    context: float
+    """Tokens that a move would have to prefill again."""
+    left: float
+    """Tokens that it will still generate."""
 
 
 @dataclass(slots=True)
@@ -97,12 +111,21 @@ class Work:
     """A stage, or a part of it, on one GPU."""
 
     kind: str
-    """rollout, tail, reference, train or tool."""
+    """rollout, reference, train or tool."""
     left_s: float
     rows: float = 0.0
     """Mean rows of a decode step."""
-    context: float = 0.0
-    """Tokens that a move would have to prefill again."""
+    members: tuple[Row, ...] = ()
+    """The responses when the part began, the shortest one first."""
+    total_s: float = 0.0
+    """How long the part took when it began."""
+    tokens: float = 0.0
+    """Tokens that each response has in this part, if it does not end before."""
+
+    def rows_left(self) -> list[Row]:
+        """The responses that run now."""
+        done = self.tokens * (1 - self.left_s / self.total_s)
+        return [Row(row.context + done, row.left - done) for row in self.members if row.left > done + 1e-6]
 
 
 Phase = list[list[Work]]
@@ -110,53 +133,56 @@ Phase = list[list[Work]]
 
 
 @functools.lru_cache(maxsize=4096)
-def _rollout(shares: str, seed: int) -> list[list[Work]]:
-    """By GPU: the parts of the rollout of one step, in units of an empty decode step."""
+def _rollout(shares: str, seed: int) -> list[list[Row]]:
+    """By GPU: the responses of the rollout of one step."""
     lengths = LogNormalLengths(median=MEDIANS[shares], sigma=SIGMA, alike=ALIKE)
     per_gpu = GROUPS * SIZE // GPUS
     drawn = [
         min(MAX_TOKENS, lengths.draw(1009 * (seed * GROUPS * SIZE + n), seed * GROUPS + n // SIZE))
         for n in range(GROUPS * SIZE)
     ]
-    return [_parts(sorted(drawn[gpu * per_gpu : (gpu + 1) * per_gpu])) for gpu in range(GPUS)]
+    return [[Row(PROMPT, left) for left in drawn[gpu * per_gpu : (gpu + 1) * per_gpu]] for gpu in range(GPUS)]
 
 
 @functools.lru_cache(maxsize=16)
 def _mean_rollout(shares: str) -> float:
     """Mean duration of a rollout on all GPUs."""
     rollouts = [_rollout(shares, seed) for seed in range(9000, 9040)]
-    return statistics.mean(max(sum(work.left_s for work in parts) for parts in rollout) for rollout in rollouts)
+    return statistics.mean(max(sum(work.left_s for work in _parts(rows)) for rows in rollout) for rollout in rollouts)
+
+
+@functools.lru_cache(maxsize=16)
+def _unit_s(shares: str) -> float:
+    """Seconds of an empty decode step. The shares are those of the mean step: other steps are longer or shorter, as
+    their longest responses are."""
+    return SHARES[shares][0] / _mean_rollout(shares)
 
 
 def step_of(shares: str, seed: int) -> list[Phase]:
     """The stages of one step. A step takes about 100 s alone."""
-    rollout, reference, train, tool = SHARES[shares]
-    # The shares are those of the mean step: other steps are longer or shorter, as their longest responses are.
-    unit_s = rollout / _mean_rollout(shares)
-    phases: list[Phase] = [
-        [
-            [Work(w.kind, w.left_s * unit_s, w.rows, w.context * unit_s * PREFILL) for w in parts]
-            for parts in _rollout(shares, seed)
-        ]
-    ]
+    _, reference, train, tool = SHARES[shares]
+    phases: list[Phase] = [[_parts(rows, _unit_s(shares)) for rows in _rollout(shares, seed)]]
     for kind, seconds in (("tool", tool), ("reference", reference), ("train", train)):
         if seconds:
             phases.append([[Work(kind, seconds)] for _ in range(GPUS)])
     return phases
 
 
-def _parts(ends: Sequence[int]) -> list[Work]:
-    """The parts of a rollout with these lengths, sorted, in units of an empty decode step."""
+def _parts(rows: Sequence[Row], unit_s: float = 1.0) -> list[Work]:
+    """The parts of a rollout with these responses."""
     out: list[Work] = []
-    bounds = [len(ends), *(most for most in (FEW, TAIL) if most < len(ends)), 0]
-    done = 0
-    for rows, then in itertools.pairwise(bounds):
-        until = ends[len(ends) - then - 1]
-        tokens = sum(max(0, min(end, until) - done) for end in ends)
+    if not rows:
+        return out
+    rows = sorted(rows, key=lambda row: row.left)
+    bounds = [len(rows), *(most for most in (FEW, TAIL) if most < len(rows)), 0]
+    done = 0.0
+    for count, then in itertools.pairwise(bounds):
+        until = rows[len(rows) - then - 1].left
+        tokens = sum(max(0.0, min(row.left, until) - done) for row in rows)
         if until > done:
-            mean = tokens / (until - done)
-            kind = "tail" if rows <= TAIL else "rollout"
-            out.append(Work(kind, until - done + EACH * tokens, mean, rows * (PROMPT + done)))
+            seconds = (until - done + EACH * tokens) * unit_s
+            members = tuple(Row(row.context + done, row.left - done) for row in rows[len(rows) - count :])
+            out.append(Work("rollout", seconds, tokens / (until - done), members, seconds, until - done))
         done = until
     return out
 
@@ -221,7 +247,7 @@ class Gpus:
         known: dict[int, Work] = {}
 
         def of(work: Work) -> Work:
-            known[id(work)] = Work(work.kind, work.left_s, work.rows, work.context)
+            known[id(work)] = replace(work)
             return known[id(work)]
 
         for p in self.pipelines:
@@ -275,44 +301,45 @@ class Gpus:
                     came_s[gpu] = self.now_s
 
     def merged(self, n: int) -> Gpus | None:
-        """The same with the tails of pipeline `n` on the GPU that has the longest one, and what the other pipeline does
-        there on the other GPUs. None: a GPU has more than a tail, or the other pipeline has no work for all of them."""
-        works = [self.pipelines[n].on(gpu) for gpu in range(GPUS)]
-        there = [gpu for gpu, work in enumerate(works) if work is not None]
-        if len(self.pipelines) == 1 or len(there) < 2 or any(w is not None and w.kind != "tail" for w in works):
+        """The same after responses of pipeline `n` have moved. None: nothing moves."""
+        pipeline = self.pipelines[n]
+        unit_s = _unit_s(pipeline.shares)
+        profile = StepTime(fixed_s=unit_s, each_s=EACH * unit_s)
+        works = [pipeline.on(gpu) for gpu in range(GPUS)]
+        if len(self.pipelines) == 1 or any(w is not None and not w.members for w in works):
             return None
-        if any(len(self.ready(gpu)) < 2 for gpu in there):
+        other = self.pipelines[1 - n]
+        rows = {str(gpu): [] if work is None else work.rows_left() for gpu, work in enumerate(works)}
+        held = {
+            gpu: [
+                Running(id=f"{gpu}/{k}", context=round(row.context), remaining=row.left) for k, row in enumerate(there)
+            ]
+            for gpu, there in rows.items()
+        }
+        loads = [
+            WorkerLoad(
+                worker=gpu, running=len(there), slots=GROUPS * SIZE, profile=profile,
+                prefill_tok_per_s=1 / (PREFILL * unit_s), contended=float(other.on(int(gpu)) is not None),
+            )
+            for gpu, there in rows.items()
+        ]  # fmt: skip
+        moves = merge(loads, held.__getitem__)
+        if not moves:
             return None
         new = self.copy()
-        tails = {gpu: new.pipelines[n].phases[0][gpu] for gpu in there}
-        target = max(there, key=lambda gpu: tails[gpu][0].left_s)
-        kept, rows = tails[target][0], sum(parts[0].rows for parts in tails.values())
-        kept.left_s *= (1 + EACH * rows) / (1 + EACH * kept.rows)
-        kept.left_s += sum(parts[0].context for gpu, parts in tails.items() if gpu != target)
-        kept.rows = rows
-        phase = new.pipelines[1 - n].phases[0]
-        moved, others = phase[target], [parts for gpu, parts in enumerate(phase) if gpu != target]
-        moved_s = sum(work.left_s for work in moved)
-        for parts in others:
-            if not moved[0].rows:
-                parts.append(Work(moved[0].kind, moved_s / len(others)))
-                continue
-            longer_s = moved_s - sum(work.left_s for work in parts)
-            if longer_s > 0:  # the longest responses of the other GPUs end sooner
-                parts.append(Work(moved[-1].kind, longer_s, moved[-1].rows / len(others), moved[-1].context))
-            for work in parts:
-                work.left_s *= 1 + EACH * work.rows / len(others) / (1 + EACH * work.rows)
-                work.rows *= 1 + 1 / len(others)
-            parts[0].left_s += moved[0].context / len(others)
-        phase[target].clear()
-        for gpu in there:
-            if gpu != target:
-                tails[gpu].clear()
+        parts, targets = new.pipelines[n].phases[0], {move.id: move.target for move in moves}
+        for gpu, there in rows.items():
+            stay = [row for row, r in zip(there, held[gpu], strict=True) if r.id not in targets]
+            joining = [row for g in rows for row, r in zip(rows[g], held[g], strict=True) if targets.get(r.id) == gpu]
+            old, now = parts[int(gpu)], _parts([*stay, *joining], unit_s)
+            if joining:
+                now[0].left_s += PREFILL * unit_s * sum(row.context for row in joining)
+                now[0].total_s = now[0].left_s
+            if joining or len(stay) < len(there):
+                if old and now and new.working[int(gpu)] is old[0]:  # it goes on
+                    new.working[int(gpu)] = now[0]
+                parts[int(gpu)] = now
         return new
-
-    def stage_s(self, n: int) -> float:
-        """Seconds until the present stage of a pipeline ends, alone."""
-        return max(sum(work.left_s for work in parts) for parts in self.pipelines[n].phases[0])
 
     def become(self, other: Gpus) -> None:
         self.pipelines, self.working = other.pipelines, other.working
@@ -329,11 +356,8 @@ def greedy(gpus: Gpus) -> list[int]:
 
 def merging(gpus: Gpus) -> list[int]:
     for n in range(len(gpus.pipelines)):
-        new = gpus.merged(n)
-        if new is not None:
-            gain = statistics.mean(max(1.0, gpus.gain(g)) for g in range(GPUS) if len(gpus.ready(g)) == 2)
-            if max(new.stage_s(0), new.stage_s(1)) < (gpus.stage_s(0) + gpus.stage_s(1)) / gain:
-                gpus.become(new)
+        if (new := gpus.merged(n)) is not None:
+            gpus.become(new)
     return greedy(gpus)
 
 

@@ -33,22 +33,30 @@ def test_stages_at_once_have_the_measured_speeds() -> None:
     assert done == pytest.approx(0.97 * GPUS * gpus.now_s)
 
 
-def test_merged_tails_are_on_one_gpu_and_the_other_pipeline_on_the_others() -> None:
+def test_responses_leave_gpus_that_the_other_pipeline_wants() -> None:
     gpus = Gpus([Pipeline("4B GSM8K", 0), Pipeline("4B GSM8K", 5)], 1.0)
-    assert gpus.merged(0) is None, "it has more than tails"
-    gpus.pipelines[0].phases[0] = [[Work("tail", 5.0 + n, 10.0, 0.5)] for n in range(GPUS)]
+    rows = [[table.Row(300.0, 100.0 * (gpu + n + 1)) for n in range(3)] for gpu in range(GPUS)]
+    gpus.pipelines[0].phases[0] = [table._parts(there, 0.01) for there in rows]
     gpus.pipelines[1].phases = [[[Work("train", 12.0)] for _ in range(GPUS)]]
     new = gpus.merged(0)
     assert new is not None
-    last = GPUS - 1  # it has the longest one
-    assert [len(parts) for parts in new.pipelines[0].phases[0]] == [0] * last + [1]
-    tail = new.pipelines[0].on(last)
-    assert tail is not None
-    assert tail.rows == 10.0 * GPUS
-    assert tail.left_s == pytest.approx((5.0 + last) * (1 + table.EACH * 40) / (1 + table.EACH * 10) + 0.5 * last)
-    assert new.pipelines[1].on(last) is None
-    assert only_rollout(new, 1) == pytest.approx(12.0 * GPUS), "training is moved, not dropped"
-    assert [work.left_s for [work] in gpus.pipelines[0].phases[0]] == [5.0 + n for n in range(GPUS)], "a copy"
+    [[tail]] = [parts for parts in new.pipelines[0].phases[0] if parts]
+    assert sorted(tail.rows_left()) == sorted(row for there in rows for row in there), "none is lost"
+    tokens, moved = sum(row.left for there in rows for row in there), 3 * (GPUS - 1)
+    steps = 600.0 + table.EACH * tokens + table.PREFILL * 300.0 * moved
+    assert tail.left_s == pytest.approx(steps * table._unit_s("4B GSM8K"))
+    assert [len(parts) for parts in gpus.pipelines[0].phases[0]] == [1] * GPUS, "a copy"
+    assert new.merged(0) is None, "they stay there"
+    gpus.pipelines[1].phases = [[[] for _ in range(GPUS)]]
+    assert gpus.merged(0) is None, "no other pipeline wants the GPUs"
+
+
+def test_responses_of_a_part_that_has_begun() -> None:
+    [first, *_] = table._parts([table.Row(256.0, 10.0 * (n + 1)) for n in range(20)])
+    assert first.tokens == 40.0
+    first.left_s /= 2
+    assert first.rows_left()[0] == table.Row(276.0, 10.0), "the first two have ended"
+    assert len(first.rows_left()) == 18
 
 
 @pytest.mark.parametrize("policy", table.POLICIES.values(), ids=table.POLICIES)

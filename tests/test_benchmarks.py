@@ -293,12 +293,12 @@ def test_speeds_of_jobs_together_are_compared_with_those_alone(tmp_path: Path) -
     }
     turns = tmp_path / "turns.jsonl"
     turns.write_text("".join(
-        json.dumps({"device": "cpu0", "start_s": start, "end_s": end}) + "\n"
-        for start, end in ((50.0, 62.0), (61.0, 65.0), (75.0, 90.0))
+        json.dumps({"device": "cpu0", "start_s": start, "end_s": end, "woke_s": woke}) + "\n"
+        for start, end, woke in ((50.0, 62.0, 0.25), (61.0, 65.0, 0.0), (75.0, 90.0, 0.5))
     ))  # fmt: skip
     line = together.row(together.TURNS, alone, both, turns, False)
     # From 60 to 80: a does 50 of its 100 tokens per second, b 81.7 of its 200.
-    assert "0.91x   2.00 2.45   over 20 s; busy: cpu0 50%" in line
+    assert "0.91x   2.00 2.45   over 20 s; busy: cpu0 50%; 2 switches, 0.8 s" in line
     with pytest.raises(RuntimeError, match="give more --steps"):
         together.window([ran((0.0, 0.0), (5.0, 1.0)), ran((6.0, 0.0), (9.0, 1.0))])
 

@@ -4,6 +4,7 @@
     python benchmarks/jobs/together.py --jobs 4 --grade-s 1                        grading takes a second per response
     python benchmarks/jobs/together.py --device cuda --models 0.6b,1.7b --jobs 4   an H200, random weights
     python benchmarks/jobs/together.py --device cuda --adapters --co-running
+    python benchmarks/jobs/together.py --device cuda --jobs 3 --left-gb 50         on a GPU that is too small for all
 
     one after the other     `windfall train` for each job, alone on the machine
     at once, no turns       `windfall train` for all jobs at the same time: the driver or the kernel shares the device
@@ -19,6 +20,7 @@ from the second step of the last job until the first job has ended; for a job al
     in sum           the sum of the relative speeds: in one second together, the jobs advance as far as in so many
                      seconds one after the other. Above 1, sharing is a gain
     busy             share of the time in which some job has its turn on the device
+    switches         how often the state of a trainer came back to the GPU, and how long that took in all
     weights          whether the trained weights of every job are, bit for bit, those that it has alone (CPU only)
 
 Nothing else should run on the machine: beside other programs, more processes get more of it. The first line says how
@@ -311,6 +313,8 @@ def row(way: str, alone: dict[str, Ran], ran: dict[str, Ran], turns: Path | None
     line = f"{way:22}{sum(now.values()):>10,.0f}{sum(relative):>9.2f}x   {slowdowns}   over {span[1] - span[0]:.0f} s"
     if turns is not None:
         line += "; busy: " + ", ".join(f"{device} {share:.0%}" for device, share in busy(turns, *span).items())
+        woke = [s for each in turns.read_text().splitlines() if (s := json.loads(each)["woke_s"])]
+        line += f"; {len(woke)} switches, {sum(woke):.1f} s" if woke else ""
     if compare:
         same = all(r.weights() == alone[name].weights() for name, r in ran.items())
         line += f"; weights {'equal' if same else 'DIFFER'}"
@@ -331,6 +335,7 @@ def measure(args: argparse.Namespace, place: Path) -> list[str]:
         lines.append(line)
         print(line, flush=True)
 
+    taken = take_all_but(args.left_gb) if args.left_gb else None
     alone: dict[str, Ran] = {}
     for name in bench.jobs:
         alone |= bench.trained(ALONE, [name])
@@ -340,7 +345,15 @@ def measure(args: argparse.Namespace, place: Path) -> list[str]:
     for way in (TURNS, CO_RUNNING) if args.co_running else (TURNS,):
         ran, turns = bench.served(way)
         add(row(way, alone, ran, turns, not bench.cuda))
+    del taken
     return lines
+
+
+def take_all_but(left_gb: float) -> Any:
+    """The memory of the GPU, except so many GB."""
+    import torch
+
+    return torch.empty(int(torch.cuda.mem_get_info()[0] - left_gb * 1e9), dtype=torch.uint8, device="cuda")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -357,6 +370,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--slice-s", type=float, default=SLICE_S, help="slice_s of the fleet")
     p.add_argument("--co-running", action="store_true", help="also with co_running = true")
     p.add_argument("--turns-only", action="store_true", help="without the way in which jobs take no turns")
+    p.add_argument("--left-gb", type=float, default=0.0, help="memory of the GPU for the jobs. Default: all")
     p.add_argument("--timeout-s", type=float, default=300.0, help="for each thing that is waited for")
     args = p.parse_args(words)
     cuda = args.device == "cuda"

@@ -17,6 +17,7 @@ from tests.support.gpu_case import graph_engine
 from tests.support.small_models import drain, engine, logprobs, requests, tokens
 from windfall.errors import WindfallError
 from windfall.types import Request
+from windfall.weights.merged import MergedWeights
 
 CLOSE = 2e-4
 """Largest difference of log-probs between merged and unmerged adapters in float32."""
@@ -45,10 +46,11 @@ def asked(policies: list[str], count: int = 9) -> list[Request]:
 
 
 def three(model: Any) -> dict[str, Any]:
-    """Two adapters of different layers and ranks, and a policy without one."""
+    """Two adapters of different layers and ranks, and a policy without one. One changes the head and the embeddings,
+    which are one matrix in some of the models."""
     return {
         "solver": random_adapter(model, 1),
-        "verifier": random_adapter(model, 2, rank=2, parts=("k_proj", "down_proj")),
+        "verifier": random_adapter(model, 2, rank=2, parts=("k_proj", "down_proj", "lm_head", "embed_tokens")),
         "reference": None,
     }
 
@@ -158,9 +160,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, kind: str)
     with pytest.raises(WindfallError, match=f"rank {RANK + 1}"):
         e.swap(1, given(model, random_adapter(model, 5, rank=RANK + 1), loaded=True), policy="solver")
     bad = {"lora_A": torch.zeros(2, 48), "lora_B": torch.zeros(160, 2)}
-    head = {f"model.embed_tokens.{name}.weight": t for name, t in bad.items()}
-    with pytest.raises(WindfallError, match="not supported"):
-        e.swap(1, given(model, head, loaded=True), policy="solver")
+    norm = {f"model.norm.{name}.weight": t for name, t in bad.items()}
+    wrong = MergedWeights({"model.norm.weight": torch.zeros(160, 48)}, norm, 1.0, base_is_loaded=True)
+    with pytest.raises(WindfallError, match=r"an adapter of 'model\.norm' is not supported"):
+        e.swap(1, wrong, policy="solver")
     assert e.versions == {"solver": 0, "verifier": 0, "reference": 0}
     made = drain(e)
     again = drain(with_adapters(kind, model, adapters), wanted)

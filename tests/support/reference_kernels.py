@@ -303,5 +303,11 @@ def add_adapters(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> 
     return out
 
 
+def add_adapters_in_place(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    """As `add_adapters`, but returns a part of `y`."""
+    out = y[:, : sum(adapters.outputs)]
+    return out.copy_(add_adapters(y, adapters, groups))
+
+
 def add_adapters_swiglu(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
     return swiglu(add_adapters(y, adapters, groups))

@@ -16,6 +16,7 @@ from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.engine.selftest import verdict
 from windfall.envs.hosting import recipe_host
 from windfall.envs.prompt_lengths import agent_prompts, fit, is_agent, prompt_lengths
+from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link import messages as m
 from windfall.models.text import Text
@@ -95,7 +96,12 @@ def base_spec(
     specs = [spec(recipe.of(name), model_config, dtype, longest[name]) for name in names]
     sections = [lora for name in names if (lora := recipe.of(name).train.lora) is not None]
     beside = len(names) > 1 or bool(recipe.policies and sections and recipe.run.deterministic)
-    if not beside and any(map(changes_ends, sections)):  # merged into one of them, head and embeddings differ
+    ends = any(map(changes_ends, sections))
+    if beside and ends and recipe.engine.name == "vllm":
+        what = "vLLM holds no adapters of the head or the embeddings beside each other"
+        fix = "Use engine.name = 'windfall', or leave lm_head and embed_tokens out."
+        raise WindfallError(what, where="train.lora.targets", fix=fix)
+    if not beside and ends:  # merged into one of them, head and embeddings differ
         fields = json.loads(specs[0].model_config) | {"tie_word_embeddings": False}
         specs[0] = msgspec.structs.replace(specs[0], model_config=json.dumps(fields))
     return msgspec.structs.replace(

@@ -18,6 +18,7 @@ from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner
 from windfall.training import Sample
+from windfall.weights.merged import LORA_A
 
 TEMPERATURE = 0.8
 
@@ -75,7 +76,8 @@ def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
 def adapter_differences(small: SmallModel) -> list[Difference]:
     """The largest difference in log-probs, in nats, of each of two policies whose adapters are in one module."""
     given = {policy: judge.random_adapter(small.model, seed) for seed, policy in enumerate(("one", "two"))}
-    section = Lora(rank=verdict.ADAPTER_RANK, alpha=judge.ADAPTER_SCALE * verdict.ADAPTER_RANK)
+    targets = [name.removesuffix(LORA_A) for name in given["one"] if name.endswith(LORA_A)]
+    section = Lora(rank=verdict.ADAPTER_RANK, alpha=judge.ADAPTER_SCALE * verdict.ADAPTER_RANK, targets=targets)
     samples, found = _samples(np.random.default_rng(3), small), []
     attached = {policy: lora.attach(small.model, section, base="", seed=0, policy=policy) for policy in given}
     learner = Learner(small.model, say=lambda line: None)

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.cuda.test_kernels import CUDA, DEVICE, DTYPES, kernels  # noqa: F401
 from tests.support import reference_kernels as reference
-from tests.support.adapter_case import RANK, given, merged, random_adapter
+from tests.support.adapter_case import PARTS, RANK, given, merged, random_adapter
 from tests.support.gpu_case import Case, cases
 from tests.support.small_models import drain, logprobs, requests, tokens
 from windfall.engine.cuda.adapters import ProjectionAdapters, RowGroups
@@ -76,6 +76,18 @@ def test_grouped_products(kernels: Any, dtype: torch.dtype, inputs: int, outputs
     base, alone = y[:, : sum(outputs)], (torch.tensor(MIXES[mix]) < 0).to(DEVICE)
     assert torch.equal(made[alone], base[alone])
     assert alone.all() or not torch.allclose(made, base, atol=10 * close)
+    adapters.scale[0] = 0.0
+    logits, before = y.clone(), y.clone()
+    made, expected = (
+        kernels.add_adapters_in_place(logits, adapters, groups),
+        reference.add_adapters(y, adapters, groups),
+    )
+    assert made.data_ptr() == logits.data_ptr()
+    assert torch.allclose(made, expected, atol=close, rtol=0.02)
+    untouched = (torch.tensor(MIXES[mix]) < 1).to(DEVICE)
+    assert torch.equal(logits[untouched], before[untouched])
+    assert torch.equal(logits[:, sum(outputs) :], before[:, sum(outputs) :])
+    adapters.scale[0] = 1.0
     if len(set(outputs)) == 1 and len(outputs) == 2:
         made = kernels.add_adapters_swiglu(y, adapters, groups)
         assert torch.allclose(made, reference.add_adapters_swiglu(y, adapters, groups), atol=close, rtol=0.02)
@@ -99,7 +111,11 @@ def test_log_probs_are_those_of_merged_models(case: Any) -> None:
     own = Case(*case)
     e = own.engine(adapters=3, adapter_rank=RANK, max_running=8, burst=3)
     policies = ("solver", "verifier", "reference")
-    adapters: dict[str, Any] = {"solver": random_adapter(own.model, 1), "verifier": random_adapter(own.model, 2)}
+    ends = (*PARTS, "lm_head", "embed_tokens")
+    adapters: dict[str, Any] = {
+        "solver": random_adapter(own.model, 1),
+        "verifier": random_adapter(own.model, 2, parts=ends),
+    }
     for n, policy in enumerate(policies):
         e.swap(0, given(own.model, adapters.get(policy, {}), loaded=n > 0), policy=policy)
     wanted = [replace(r, policy=policies[n % 3], max_tokens=20) for n, r in enumerate(requests(9, seed=3))]

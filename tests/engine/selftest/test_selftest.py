@@ -56,7 +56,7 @@ def test_adapters_are_compared_with_merged_models(monkeypatch: pytest.MonkeyPatc
 def test_trainer_with_several_adapters_is_compared_with_merged_models(monkeypatch: pytest.MonkeyPatch) -> None:
     config, how = hostile.ARCHITECTURES["llama"].config(), {"longest": 100, "adapters": True, **ON_CPU}
     assert selftest.judge_trainer(config, **how).nats < 5e-4
-    monkeypatch.setattr(Adapters, "use", lambda self: setattr(self._active, "name", "one"))
+    monkeypatch.setattr(Adapters, "use", lambda self: setattr(self.active, "name", "one"))
     with pytest.raises(WindfallError, match=r"log-probs differ by .* \(adapter two, beside another\)"):
         selftest.judge_trainer(config, **how)
 

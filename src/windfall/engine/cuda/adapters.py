@@ -2,11 +2,13 @@
 
     [y | h] = x @ [W | A of all adapters].T                 one matrix product, as without adapters, with more outputs
     y += (scale * h of the row's adapter) @ B.T             one kernel
+    [y | h] = [W | B of all adapters][token]                embeddings; then y += (scale * h of the row's adapter) @ A
 
 A is stored behind the weight, so its product costs no launch. Each row gets the h of every adapter and uses its own:
 that is more than is needed, but little beside the weight (16 adapters of rank 16 add 5 % to the matrices of an 8B
 model), and at small batches reading the matrices is what takes time. The kernel works on groups of rows: some rows that
-use the same adapter, or none.
+use the same adapter, or none. The logits are large, so those of rows whose adapter does not change the head are not
+touched: the head has scales of its own, which are 0 for such adapters.
 
 Rules:
 - the tensors are allocated once, for the largest rank and all layers, and never move: captured graphs refer to them;
@@ -33,6 +35,7 @@ PROJECTIONS = {
     "down": ("mlp", ("down_proj",)),
 }
 """The projections of a layer, and the linear layers that each of them joins (decoder.py)."""
+HEAD, TOKENS = "lm_head", "model.embed_tokens"
 LEAST_RANK = 16
 """The smallest size of a matrix product of the kernels."""
 
@@ -83,11 +86,14 @@ class DeviceAdapters:
         self.count = count
         self.layers: list[dict[str, ProjectionAdapters]] = []
         self._scale = torch.ones(count, dtype=torch.float32, device=model.device)
+        self._head_scale = torch.zeros_like(self._scale)
         self._places: dict[str, tuple[Tensor, Tensor]] = {}
         """By name of a weight: its part of A (adapters, rank, inputs) and of B (adapters, outputs, rank)."""
         for n, block in enumerate(model.model.layers):
             prefix = f"model.layers.{n}."
             self.layers.append({name: self._projection(prefix, block, name, padded_rank(rank)) for name in PROJECTIONS})
+        self.head = self._joined([HEAD], [model.lm_head], padded_rank(rank), self._head_scale)
+        self.embedding = self._embedding(model.model.embed_tokens.weight, padded_rank(rank))
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # where the weights were
 
@@ -95,24 +101,36 @@ class DeviceAdapters:
     def _projection(self, prefix: str, block: Any, name: str, rank: int) -> ProjectionAdapters:
         parent, parts = PROJECTIONS[name]
         linears = [getattr(getattr(block, parent), part) for part in parts]
-        outputs, more = [len(linear.weight) for linear in linears], self.count * len(parts) * rank
+        return self._joined([f"{prefix}{parent}.{part}" for part in parts], linears, rank, self._scale)
+
+    @torch.no_grad()
+    def _joined(self, names: Sequence[str], linears: Sequence[Any], rank: int, scale: Tensor) -> ProjectionAdapters:
+        outputs, more = [len(linear.weight) for linear in linears], self.count * len(linears) * rank
         weight = _extend([linear.weight for linear in linears], more)
         bias = None if linears[0].bias is None else _extend([linear.bias for linear in linears], more)
-        a = weight[sum(outputs) :].view(self.count, len(parts) * rank, -1)
+        a = weight[sum(outputs) :].view(self.count, len(linears) * rank, -1)
         b = weight.new_zeros(self.count, sum(outputs), rank)
-        for part, part_a, part_b in zip(parts, a.split(rank, 1), b.split(outputs, 1), strict=True):
-            self._places[f"{prefix}{parent}.{part}{WEIGHT}"] = part_a, part_b
-        return ProjectionAdapters(weight=weight, bias=bias, b=b, scale=self._scale, outputs=tuple(outputs))
+        for name, part_a, part_b in zip(names, a.split(rank, 1), b.split(outputs, 1), strict=True):
+            self._places[name + WEIGHT] = part_a, part_b
+        return ProjectionAdapters(weight=weight, bias=bias, b=b, scale=scale, outputs=tuple(outputs))
+
+    def _embedding(self, weight: Tensor, rank: int) -> ProjectionAdapters:
+        """Its `weight` is only h: a row for each token. A takes the place of B, because it comes last."""
+        tokens, size = weight.shape
+        h, a = weight.new_zeros(tokens, self.count * rank), weight.new_zeros(self.count, size, rank)
+        self._places[TOKENS + WEIGHT] = a.transpose(1, 2), h.view(tokens, self.count, rank).transpose(0, 1)
+        return ProjectionAdapters(weight=h, bias=None, b=a, scale=self._scale, outputs=(size,))
 
     def check(self, pairs: Mapping[str, AdapterPair]) -> None:
         unknown = [name for name in pairs if name not in self._places]
         if unknown:
             what = f"an adapter of {unknown[0].removesuffix(WEIGHT)!r} is not supported: it is not a projection"
-            raise WindfallError(f"{what} of attention or MLP")
+            raise WindfallError(f"{what} of attention or MLP, nor the head, nor the embedding of tokens")
 
     @torch.no_grad()
     def hold(self, number: int, pairs: Mapping[str, AdapterPair], scale: float) -> None:
         self._scale[number] = scale
+        self._head_scale[number] = scale if HEAD + WEIGHT in pairs else 0.0
         for name, (a, b) in self._places.items():
             a[number].zero_()
             b[number].zero_()

@@ -174,11 +174,18 @@ class Decoder:
         y = F.linear(x, w.weight, w.bias)
         return y if groups is None else self.ops.add_adapters(y, w.adapters, groups)
 
+    def _embedded(self, ids: Tensor, groups: RowGroups | None) -> Tensor:
+        x = F.embedding(ids, self.embedding)
+        if self.adapters is None or groups is None:
+            return x
+        own = self.adapters.embedding
+        return self.ops.add_adapters(torch.cat([x, F.embedding(ids, own.weight)], 1), own, groups)
+
     def _attended(
         self, ids: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], groups: RowGroups | None
     ) -> tuple[Tensor, Tensor]:
         """All layers up to the attention of the last one: its output, and the residual."""
-        x, first = F.embedding(ids, self.embedding), self.layers[0]
+        x, first = self._embedded(ids, groups), self.layers[0]
         normed, residual = self.ops.add_rms_norm(x, None, first.input_norm, self.eps)
         x = attend(0, first, self._project(normed, first.qkv, groups))
         for n, (before, w) in enumerate(pairwise(self.layers), 1):
@@ -202,7 +209,10 @@ class Decoder:
         rows."""
         last = self._mlp(self.layers[-1], attended, residual, groups)
         normed, _ = self.ops.add_rms_norm(*last, self.last_norm, self.eps)
-        return F.linear(normed, self.lm_head)
+        if self.adapters is None or groups is None:
+            return F.linear(normed, self.lm_head)
+        head = self.adapters.head
+        return self.ops.add_adapters_in_place(F.linear(normed, head.weight, head.bias), head, groups)
 
 
 def _layer(block: Any, config: Any, adapters: Mapping[str, ProjectionAdapters]) -> DecoderLayer:

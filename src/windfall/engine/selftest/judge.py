@@ -9,7 +9,6 @@ merged.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,8 +23,10 @@ from windfall.engine.selftest.small_model import SmallModel, build_small_model
 from windfall.engine.selftest.verdict import ADAPTER_RANK
 from windfall.engine.torch.packed import Packed
 from windfall.errors import WindfallError
+from windfall.models import load
 from windfall.types import Request, Sampling
-from windfall.weights.merged import LORA_A, LORA_B, MergedWeights
+from windfall.weights.adapter_folder import EMBEDDING
+from windfall.weights.merged import LORA_A, LORA_B, MergedWeights, is_repeated
 
 FIX = "Use another model: docs/models.md lists the families that were checked."
 SEEDS = (0, 1)
@@ -197,15 +198,19 @@ def merged(small: SmallModel, adapter: Mapping[str, Tensor]) -> SmallModel:
     """The same model, with a reference that this adapter is merged into."""
     out = copy.copy(small)
     out.reference = copy.deepcopy(small.reference)
+    if any(not is_repeated(name) for name in adapter):
+        load.untie(out.reference)
     out.reference.load_state_dict(MergedWeights(small.reference.state_dict(), adapter, ADAPTER_SCALE))
     return out
 
 
 def random_adapter(model: Any, seed: int) -> dict[str, Tensor]:
-    """An adapter of all linear layers that changes their outputs by about a third."""
+    """An adapter of all layers that can have one, which changes their outputs by about a third."""
     noise, out = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    head = model.get_output_embeddings()
     for name, layer in model.named_modules():
-        if type(layer) is torch.nn.Linear and re.search(r"\.\d+\.", name):
+        linear = type(layer) is torch.nn.Linear and (is_repeated(name) or layer is head)
+        if linear or (type(layer) is torch.nn.Embedding and name.endswith(f".{EMBEDDING}")):
             outputs, inputs = layer.weight.shape
             size = float(layer.weight.detach().std()) * (inputs / ADAPTER_RANK) ** 0.5 / (3 * ADAPTER_SCALE)
             out[name + LORA_A] = torch.randn(ADAPTER_RANK, inputs, generator=noise) / inputs**0.5

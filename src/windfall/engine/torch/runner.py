@@ -109,10 +109,11 @@ class Runner:
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.tokens
         sampling = [(n, i) for n in order for i in rows[n].sampling]
-        if self.adapters is not None:
-            self.adapters.rows.set([rows[n].sequence.adapter for n in order for _ in rows[n].tokens])
         starts = {n: s.first - rows[n].start for s, n in zip(spans, order, strict=True)}
-        logits = self._forward(tokens, spans, list(self._blocks(spans)), [starts[n] + i for n, i in sampling])
+        ends = [starts[n] + i for n, i in sampling]
+        if self.adapters is not None:
+            self.adapters.set_rows([rows[n].sequence.adapter for n in order for _ in rows[n].tokens], ends)
+        logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
         new = self._sample(logits, [(rows[n].sequence, i) for n, i in sampling])
         return _by_entry(rows, dict(zip(sampling, new, strict=True)))
 
@@ -127,7 +128,7 @@ class Runner:
             spans += [RowSpan(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
             tokens = [token for _, _, token in tile] + [0] * padding
             if self.adapters is not None:
-                self.adapters.rows.set([rows[n].sequence.adapter for n, _, _ in tile] + [-1] * padding)
+                self.adapters.set_rows([rows[n].sequence.adapter for n, _, _ in tile] + [-1] * padding, None)
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
             new = self._sample(logits, [(rows[n].sequence, i) for n, i, _ in tile] + [None] * padding)
             sampled |= {(n, i): token for (n, i, _), token in zip(tile, new, strict=False)}

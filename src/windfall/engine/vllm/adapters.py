@@ -18,7 +18,7 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
-from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights, is_repeated
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
@@ -54,6 +54,11 @@ class AdapterFolders:
     def _load(self, vllm: Any, policy: str, weights: MergedWeights) -> Any:
         from vllm.lora.request import LoRARequest  # pyright: ignore
 
+        ends = [name.removesuffix(WEIGHT) for name in weights.pairs if not is_repeated(name)]
+        if ends:
+            what = f"vLLM holds no adapter of {ends[0]!r} beside those of other policies"
+            fix = "Use engine.name = 'windfall', or adapters of the decoder layers."
+            raise WindfallError(what, where=f"policy {policy!r}", fix=fix)
         self._count += 1
         folder = Path(self._root.name) / str(self._count)
         layers = {name.removesuffix(WEIGHT): pair for name, pair in weights.pairs.items()}

@@ -3,6 +3,7 @@
 
     group_rows              once per pass: which rows use which adapter
     add_adapters            y + (scale * h) @ B.T, where y and h are the product with the weight (cuda/adapters.py)
+    add_adapters_in_place   the same for the logits
     add_adapters_swiglu     the same for gate and up, and then silu(gate) * up: no launch more than without adapters
 
 A program handles some rows of one adapter (a tile). The lists of rows and tiles are data: a captured graph serves every
@@ -87,9 +88,9 @@ def _added(
 def _add_adapters(
     Y, B, SCALE, TILES, ORDER, TO,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes some outputs of one part: those of part 0 come first."""
+    """A program computes some outputs of one part: those of part 0 come first. IN_PLACE: TO is Y."""
     if PDL:
         gdc_wait()
     entry = TILES + tl.program_id(1) * 3
@@ -97,6 +98,9 @@ def _add_adapters(
     if count == 0:
         return
     adapter, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    if IN_PLACE:  # noqa: SIM102  # known when this is compiled
+        if tl.load(SCALE + adapter, mask=adapter < ADAPTERS, other=0.0) == 0.0:
+            return
     BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK - 1) // BLOCK
     BLOCKS_1: tl.constexpr = (SIZE_1 + BLOCK - 1) // BLOCK
     OUT: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2
@@ -113,18 +117,27 @@ def _add_adapters(
     valid = out < end
     WIDE: tl.constexpr = OUT + ADAPTERS * PARTS * RANK
     y = _added(Y, B, SCALE, row, real, adapter, part, out, valid, OUT, WIDE, ADAPTERS, PARTS, RANK)
-    to = TO + row[:, None] * OUT + out[None, :]
+    to = TO + row[:, None] * (WIDE if IN_PLACE else OUT) + out[None, :]
     tl.store(to, y.to(TO.dtype.element_ty), mask=real[:, None] & valid[None, :])
 
 
 def add_adapters(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
     """The outputs of a projection (rows, outputs). `y`: the product with `adapters.weight`."""
+    return _launch(y, torch.empty(len(y), sum(adapters.outputs), dtype=y.dtype, device=y.device), adapters, groups)
+
+
+def add_adapters_in_place(y: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
+    """As `add_adapters`, but returns a part of `y`. Rows without an adapter, and with one of scale 0, are not read."""
+    _launch(y, y, adapters, groups)
+    return y[:, : sum(adapters.outputs)]
+
+
+def _launch(y: Tensor, to: Tensor, adapters: ProjectionAdapters, groups: RowGroups) -> Tensor:
     sizes = (*adapters.outputs, 0, 0)[:3]
-    to = torch.empty(len(y), sum(sizes), dtype=y.dtype, device=y.device)
     _add_adapters[(sum(triton.cdiv(n, BLOCK) for n in sizes), len(groups.tiles))](
         y, adapters.b, adapters.scale, groups.tiles, groups.order, to, SIZE_0=sizes[0], SIZE_1=sizes[1],
         SIZE_2=sizes[2], ADAPTERS=len(adapters.b), PARTS=len(adapters.outputs), RANK=adapters.rank, TILE=groups.tile,
-        BLOCK=BLOCK, num_warps=4, **launch.options(),
+        BLOCK=BLOCK, IN_PLACE=to is y, num_warps=4, **launch.options(),
     )  # fmt: skip
     return to
 

@@ -25,9 +25,9 @@ class Lora(Section):
     """The product of the two adapter matrices is multiplied by `alpha` / `rank`. If left out: as in the adapter in
     `path`, otherwise twice the rank."""
     targets: Literal["all"] | Annotated[list[Target], Field(min_length=1)] = "all"
-    """Layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"], or by a module that they
-    are in, such as ["self_attn"]: linear layers of the decoder layers, "lm_head" and "embed_tokens". "all" means every
-    linear layer of the decoder layers; with `path`, the layers of that adapter."""
+    """Layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"], or by a module that
+    they are in, such as ["self_attn"]: linear layers of the decoder layers, "lm_head" and "embed_tokens". "all" means
+    every linear layer of the decoder layers; with `path`, the layers of that adapter."""
     path: FilePath | None = None
     """Directory of an adapter in Hugging Face PEFT format to start from. If left out, the first step generates with the
     model as it is."""

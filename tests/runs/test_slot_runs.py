@@ -154,7 +154,7 @@ def test_run_without_a_loop_of_its_own_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         events = EventLog(tmp_path / "events.jsonl")
         controller = ControllerProcess(load_recipe(tmp_path / "recipe.toml"), tmp_path, events, resumed=False)
-        with pytest.raises(errors.WindfallError, match="nothing fills the slots of this run"):
+        with pytest.raises(errors.WindfallError, match="nothing fills the slots of this recipe"):
             await errors.guard(controller.run())
         events.close()
 

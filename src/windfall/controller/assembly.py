@@ -136,6 +136,7 @@ class ControllerLife:
     ) -> CheckpointState:
         """Run all remaining steps. `text` is called for each policy once its trainer has connected, because the trainer
         writes the tokenizer. `counters`: what happened to agents since its last call."""
+        self.recipe.refuse_slots()
         for policy in self.policies.values():
             await policy.connected()
         recipe, hello = self.recipe, self.lead.hello

@@ -174,9 +174,6 @@ class ControllerProcess:
 
     async def _run_steps(self) -> None:
         own = self.own_loop
-        if own is None and self.recipe.has_slots:
-            what = "nothing fills the slots of this run: they are for a loop of your own"
-            raise WindfallError(what, where="policies", fix="Remove `slot`, or start the run with its own command.")
         reached = await (self._rollout_steps() if own is None else own.run(self.life, self._text))
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 

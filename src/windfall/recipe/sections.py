@@ -421,6 +421,12 @@ class Recipe(Section):
     def has_slots(self) -> bool:
         return any(own.slot for own in self.policies.values())
 
+    def refuse_slots(self) -> None:
+        """Raise WindfallError if there are slots. For everything that needs the steps of policies."""
+        if self.has_slots:
+            what = "nothing fills the slots of this recipe: they are for a loop of your own"
+            raise WindfallError(what, where="policies", fix="Remove `slot`, or use the command of that loop.")
+
     def answering(self) -> tuple[str, ...]:
         """The policies that workers may hold: all but slots to train in."""
         return tuple(name for name in self.names() if self.slot(name) != "train")

@@ -106,6 +106,7 @@ def train(
     from windfall.run import recipe_check, start
 
     parsed = load_recipe(recipe, set)
+    parsed.refuse_slots()
     if on and not dry_run:
         job = Submission(
             on=on, token=token, ca=tls_ca, name=name, share=share, priority=priority, max_usd=max_usd, deadline=deadline

@@ -159,6 +159,7 @@ def recipe_workload(base: Recipe) -> Workload:
 
 def run_workload(base: Recipe) -> Workload:
     """The work of all policies. Who speaks how often is in [sim]."""
+    base.refuse_slots()
     script = sessions(base.sim, base.names()).script
     if not script:
         return recipe_workload(base)

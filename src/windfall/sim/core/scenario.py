@@ -124,6 +124,7 @@ def _policy(recipe: Recipe, name: str, own: Sim, base: str) -> SimulatedPolicy:
 
 
 def _check_policies(recipe: Recipe) -> None:
+    recipe.refuse_slots()
     s, names = recipe.sim, recipe.names()
     roles = [policy_of(role) for role, _ in s.script]
     for where, given, known in (("sim.policies", s.policies, recipe.policies), ("sim.script", roles, names)):

@@ -32,7 +32,8 @@ from windfall import algorithms
 from windfall.engine.module_weights import adjacent
 from windfall.models import attention
 from windfall.recipe.file import parse_recipe
-from windfall.trainer.model import activation_memory, layers, llama
+from windfall.recipe.lora import Lora
+from windfall.trainer.model import activation_memory, layers, llama, lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
@@ -406,6 +407,32 @@ def test_bfloat16_gradients_match_float32(name: str, keep: int | None, monkeypat
         found = relative_difference(gradient(ours, micro_tokens), expected)
         print(f"{name} {keep} {micro_tokens}: {found:.4f}")
         assert found < 2e-2
+
+
+@cuda
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("keep", [LIGHT, None], ids=["light", "autograd"])
+def test_bfloat16_gradients_of_head_and_embeddings_match_float32(
+    name: str, keep: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their adapters, beside adapters of some of the layers, also where both are one matrix."""
+    trainers = []
+    for model in rounded_models(name, monkeypatch):
+        section = Lora(rank=8, targets=["q_proj", "down_proj", "lm_head", "embed_tokens"])
+        adapters = lora.attach(model, section, base="", seed=0)
+        noise = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for t in adapters.tensors().values():
+                t.copy_((0.1 * torch.randn(t.shape, generator=noise)).bfloat16())
+        made = TorchTrainer(model, algorithms.make("grpo"), LOOSE, micro_tokens=1, adapters=adapters)
+        made.learner.policy.body = None
+        trainers.append(made)
+    ours, exact = trainers
+    if keep is not None:
+        ours.learner.policy.body = LlamaBody(ours.model, ours.optimizer.gradients, keep=keep)
+    expected = gradient(exact)
+    for micro_tokens in (100_000, 700):
+        assert relative_difference(gradient(ours, micro_tokens), expected) < 3e-2
 
 
 @cuda

@@ -7,7 +7,9 @@ Not covered here: speed (`benchmarks/engine/gpu_kernels.py`), models as a whole,
 from __future__ import annotations
 
 import os
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+import windfall.engine
 from tests.support import reference_kernels as reference
 from windfall.engine.cuda import sampling
 from windfall.engine.cuda.splits import pack_spans
@@ -34,6 +37,15 @@ DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
 # heads, kv heads, head: grouped-query ratios 1, 2, 3, 4, 8 and heads of 64, 96 (padded) and 128
 SHAPES = [(4, 4, 64), (4, 2, 128), (9, 3, 64), (8, 2, 96), (8, 1, 128)]
 PAGE = 16
+
+
+def test_every_operation_of_the_engine_is_a_kernel() -> None:
+    """Also where triton is not installed."""
+    folder = Path(windfall.engine.__file__).parent / "cuda"
+    named = set(re.findall(r'^    "(\w+)",$', (folder / "kernels" / "__init__.py").read_text(), re.MULTILINE))
+    used = {name for file in folder.glob("*.py") for name in re.findall(r"\bops\.(\w+)\(", file.read_text())}
+    assert {"add_adapters_in_place", "sample"} <= used <= named
+    assert all(hasattr(reference, name) for name in used)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ class AdapterSpec:
     seed: int = 0
     """Of the random numbers that a new adapter begins with."""
     targets: tuple[str, ...] = ()
-    """Its layers, by the last parts of their names; empty: all linear layers of the decoder layers."""
+    """Its layers, as in train.lora.targets; empty: all linear layers of the decoder layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +224,8 @@ class TrainerLost(Exception):
 
 
 class VerbRefused(WindfallError):
-    """A slot cannot perform a verb as it was given: the caller can correct it. Nothing has changed."""
+    """A slot cannot perform a verb as it was given: the caller can correct it. The message that was refused has changed
+    nothing, unless the text says that the slot is empty now. A call with very many samples is several messages."""
 
 
 def samples_of(r: Response, advantage: float, limit: int, version: int | None = None) -> list[Sample]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.slot_run import SlotRun, slot_run
 from tests.trainer.test_slots import ADAM, CROSS_ENTROPY, PPO, draw
+from windfall.trainer.trainer import TorchTrainer
 from windfall.training import AdapterSpec, TrainerLost, VerbRefused
 
 RECIPE = """
@@ -130,6 +132,7 @@ async def check_lost_links(run: SlotRun, folder: Path) -> None:
     await run.offer("s0", 3)
     await check_sampled(run, "s0")
     assert digest != run.policy("s0").hello.digest
+    await check_memory(run, folder)
     canceled = asyncio.create_task(t1.score([[5] * 40], 3, id=""))
     await asyncio.sleep(0)
     canceled.cancel()
@@ -139,3 +142,21 @@ async def check_lost_links(run: SlotRun, folder: Path) -> None:
     await run.links["t1"].close("the last one")
     with pytest.raises(TrainerLost):
         await t1.score([[5, 6, 7]], id="")
+
+
+async def check_memory(run: SlotRun, folder: Path) -> None:
+    """A call for which the memory of a GPU does not suffice empties the slot, and only that one."""
+    t0, t1 = run.trainer("t0"), run.trainer("t1")
+
+    def too_large(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchTrainer, "_forward_backward_given", too_large)
+        with pytest.raises(VerbRefused, match="the slot is empty now: CUDA out of memory"):
+            await t0.forward_backward(draw(1), PPO, id="")
+    with pytest.raises(VerbRefused, match="the slot is empty"):
+        await t0.forward_backward(draw(1), PPO, id="")
+    await t1.forward_backward(draw(1), PPO, id="")
+    await t1.optim_step(adam=ADAM, id="")
+    await t0.load_adapter(path=str(folder / "t0"), id="")

@@ -15,8 +15,8 @@ The proxy of a slot (docs/policies.md#slots) also has `load_adapter`, `save_adap
     await trainer.save_adapter("models/a/4", optimizer=True, id=...)
     await trainer.publish(id=..., version=7)                                         only a slot to sample from
 
-A verb that a slot cannot perform as it was given raises training.VerbRefused, and the slot is as it was before. After
-TrainerLost, and in a new controller, slots are empty: wait with `connected` and load again.
+A verb that a slot cannot perform as it was given raises training.VerbRefused, and the slot is as it was before that
+message. After TrainerLost, and in a new controller, slots are empty: wait with `connected` and load again.
 """
 
 from __future__ import annotations

@@ -570,8 +570,8 @@ class Scored(Message, frozen=True, tag=71):
 
 
 class VerbRefused(Message, frozen=True, tag=72):
-    """Trainer to controller: the answer to a verb of a slot that cannot be performed as it was given. Nothing has
-    changed, and the trainer goes on."""
+    """Trainer to controller: the answer to a verb of a slot that cannot be performed as it was given. The slot is as it
+    was, or empty if `what` says so, and the trainer goes on."""
 
     what: str
     where: str = ""

@@ -4,8 +4,8 @@ It differs from the service of a policy that the recipe trains (trainer/service.
 
 - when the link ends, the slot is emptied: its adapter, gradients and optimizer are dropped. The process lives on and
   dials again. So no answer is kept: a controller fills the slot again and repeats its calls;
-- a WindfallError is the answer to the verb that raised it, and the service goes on. Any other exception ends the
-  process;
+- a WindfallError is the answer to the verb that raised it, and the service goes on. If the memory of the GPU does not
+  suffice, the slot is emptied, and that is the answer. Any other exception ends the process;
 - it has no steps. A slot to sample from is published as the version that the controller says.
 """
 
@@ -15,6 +15,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
+from windfall.engine.module_weights import return_freed_memory
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.trainer.service import TrainerService
@@ -37,6 +40,15 @@ class SlotService(TrainerService):
             return await self._perform_once(request)
         except WindfallError as e:
             return m.VerbRefused(what=e.what, where=e.where, fix=e.fix)
+        except torch.OutOfMemoryError as e:
+            why = str(e).partition(". ")[0]
+        await self.run_in_thread(self.slot.clear)
+        return_freed_memory(on_gpu=torch.cuda.is_available())
+        return m.VerbRefused(
+            what=f"not enough memory for this call, and the slot is empty now: {why}",
+            where=f"policy {self.slot.name!r}",
+            fix="Use shorter samples, an adapter of lower rank, or a smaller train.micro_tokens.",
+        )
 
     async def _perform_once(self, request: m.Verb) -> object:
         slot, started, run = self.slot, time.monotonic(), self.run_in_thread

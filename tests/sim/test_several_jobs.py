@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from windfall.controller.scheduling import placement
+from windfall.controller.scheduling.balance import Move
+from windfall.controller.scheduling.tails import merge
 from windfall.errors import WindfallError
 from windfall.events import log as events
 from windfall.recipe.sections import Recipe
@@ -56,15 +59,21 @@ def test_one_job_takes_its_turns_without_any_cost(
 
 @pytest.mark.parametrize("sections", [{}, STAYS], ids=["machines come and go", "machines stay"])
 def test_jobs_have_the_same_responses_beside_others_as_alone(
-    recipe: MakeRecipe, tmp_path: Path, sections: dict[str, dict[str, Any]]
+    recipe: MakeRecipe, tmp_path: Path, sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Although their responses make room for the other job."""
+    merges: list[list[Move]] = []
+    monkeypatch.setattr(placement, "merge", lambda *args, **keys: merges.append(merge(*args, **keys)) or merges[-1])
     jobs = pair(recipe, **sections)
     beside = simulate(jobs, tmp_path / "beside")
+    assert any(merges)
+    merges.clear()
     for job in jobs:
         alone = simulate([job], tmp_path / "alone", machines_of=jobs)
         assert alone.real_tokens == beside.jobs[job.name].real_tokens
         assert lengths(tmp_path / "alone" / f"{job.name}.jsonl") == lengths(tmp_path / "beside" / f"{job.name}.jsonl")
         assert alone.seconds < beside.jobs[job.name].end_s
+    assert not any(merges), "a job alone moves nothing for others"
 
 
 def test_bills_of_the_jobs_and_idle_time_add_up(recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ slot = "sample"
 lora = { rank = 8 }
 """
 PROMPTS = [[5, 9, 11, 4], [20, 21, 22], [7] * 6]
-FEW = AdapterSpec(rank=3, alpha=30.0, seed=1, targets=("q_proj", "up_proj"))
+FEW = AdapterSpec(rank=3, alpha=30.0, seed=1, targets=("q_proj", "mlp", "lm_head", "embed_tokens"))
 MANY = AdapterSpec(rank=8, alpha=40.0, seed=2)
 
 

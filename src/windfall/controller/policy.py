@@ -39,7 +39,7 @@ class FleetPolicy(RemoteTrainer):
         self._seed = seed
         self._calls: dict[str, asyncio.Task[list[Response]]] = {}
         """Calls of `sample` since the last `publish`, by id."""
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._generating: dict[str, asyncio.Future[None]] = {}
         """By id of a response that is being generated."""
 
     async def sample(
@@ -73,9 +73,9 @@ class FleetPolicy(RemoteTrainer):
         loop = asyncio.get_running_loop()
         try:
             for episode in episodes:
-                self._waiting[episode.id] = loop.create_future()
+                self._generating[episode.id] = loop.create_future()
                 self._dispatch.open(episode, self)
-            await asyncio.gather(*(self._waiting[episode.id] for episode in episodes))
+            await asyncio.gather(*(self._generating[episode.id] for episode in episodes))
             for episode in episodes:
                 self._dispatch.close(episode.id)
         except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
@@ -83,25 +83,25 @@ class FleetPolicy(RemoteTrainer):
             raise
         finally:
             for episode in episodes:
-                self._waiting.pop(episode.id, None)
+                self._generating.pop(episode.id, None)
             self._dispatch.group_done(id, n)
         return [episode.close(None) for episode in episodes]
 
     def turn_ended(self, id: str) -> None:
-        if id in self._waiting and not self._waiting[id].done():
-            self._waiting[id].set_result(None)
+        if id in self._generating and not self._generating[id].done():
+            self._generating[id].set_result(None)
 
     def rejected(self, id: str, why: str) -> None:
         self._fail(id, WindfallError(why, where=f"response {id}"))
 
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""
-        for id in list(self._waiting):
+        for id in list(self._generating):
             self._fail(id, error or WindfallError("the worker of this process has ended"))
 
     def _fail(self, id: str, error: BaseException) -> None:
-        if id in self._waiting and not self._waiting[id].done():
-            self._waiting[id].set_exception(error)
+        if id in self._generating and not self._generating[id].done():
+            self._generating[id].set_exception(error)
 
     async def publish(self, *, id: str) -> NewVersion:
         return self._offer(await super().publish(id=id))

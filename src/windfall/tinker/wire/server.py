@@ -27,6 +27,7 @@ from windfall.tinker.calls import Refusal
 from windfall.tinker.wire import answers, listings, requests, samples
 from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.intake import MAX_BODY_BYTES, Intake, zstd
+from windfall.tinker.wire.native import NativeRequests
 
 if TYPE_CHECKING:
     from windfall.tinker.keys import Account
@@ -119,6 +120,7 @@ class TinkerServer:
             f"PUT {weights}/ttl": self._set_ttl,
             f"POST {weights}/publish": partial(self._publish, True),
             f"DELETE {weights}/publish": partial(self._publish, False),
+            **NativeRequests(self._service, wait_s=self._wait_s).routes(),
         }
 
     async def listen(self, host: str, port: int, fix: str) -> int:

@@ -1,0 +1,87 @@
+"""windfall.client: the verbs over HTTP, repeated calls, refusals, and a server that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.ports import free_port
+from tests.support.tinker_memory import KEY, ServedMemory, served
+from windfall.algorithms.given import Loss
+from windfall.client import Client
+from windfall.errors import WindfallError
+from windfall.tinker import calls as c
+from windfall.training import Adam, given
+from windfall.verbs import Policy
+
+SUM = Loss(name="cross_entropy")
+
+
+@pytest.fixture
+def memory() -> Iterator[ServedMemory]:
+    with served(wait_s=0.2) as found:
+        yield found
+
+
+def test_the_verbs_of_a_model(memory: ServedMemory) -> None:
+    async def run() -> None:
+        async with Client(memory.url, KEY) as client:
+            policy: Policy = await client.create(rank=4)
+            responses = await policy.sample([1, 2, 3], 2, id="a", max_tokens=4)
+            assert [r.id for r in responses] == ["a/0", "a/1"]
+            samples = [given([1, 2, 3], [1, 2], [1.0, 1.0])]
+            gradient = await policy.forward_backward(samples, SUM, id="b")
+            assert len(gradient.logprobs) == 1
+            (scored,) = await policy.forward(samples, SUM, id="c")
+            assert scored.old is not None
+            assert np.array_equal(scored.old, gradient.logprobs[0])
+            assert (await policy.optim_step(adam=Adam(lr=0.5), id="d")).lr == 0.5
+            assert (await policy.publish(id="e")).version == 2
+            assert (await policy.save(id="step 3/weights")).endswith("step-3-weights")
+
+    asyncio.run(run())
+
+
+def test_a_call_with_the_same_id_is_the_same_call(memory: ServedMemory) -> None:
+    async def run() -> None:
+        async with Client(memory.url, KEY) as client:
+            policy = await client.create(rank=4)
+            samples = [given([1, 2, 3], [1, 2], [1.0, 1.0])]
+            for _ in range(2):
+                await policy.forward_backward(samples, SUM, id="b")
+                await policy.sample([1, 2, 3], 1, id="a", max_tokens=4)
+            await policy.optim_step(adam=Adam(lr=0.5), id="c")
+        made = [call.seq for call in memory.service.submitted if isinstance(call, c.ForwardBackward | c.OptimStep)]
+        assert made == [1, 1, 3]  # the sampler was the second call
+        assert [call.seq for call in memory.service.submitted if isinstance(call, c.SampleCall)] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_refusals_are_errors_in_words(memory: ServedMemory) -> None:
+    async def run() -> None:
+        with pytest.raises(WindfallError, match="not one of the server's"):
+            async with Client(memory.url, "tml-other"):
+                pass
+        async with Client(memory.url, KEY) as client:
+            policy = await client.create(rank=4)
+            with pytest.raises(WindfallError, match="no algorithm of its own"):
+                await policy.forward_backward([given([1, 2], [1], [1.0])], id="b")
+            with pytest.raises(WindfallError, match="no settings of the optimizer"):
+                await policy.optim_step(id="c")
+            with pytest.raises(WindfallError, match="no call in msgpack"):
+                await client.request("POST", "windfall/call", b"\x93\x01")
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    async def run() -> None:
+        with pytest.raises(WindfallError, match="for the server: Client"):
+            async with Client(f"http://127.0.0.1:{free_port()}", KEY, patience_s=0.3):
+                pass
+
+    asyncio.run(run())

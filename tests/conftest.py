@@ -55,6 +55,7 @@ FORKED_RANKS = (
     "trainer/ranks/test_policy_ranks.py",
     "trainer/ranks/test_rank_exchanges.py",
     "test_benchmarks.py",
+    "trainer/test_given_losses.py",
     "trainer/test_layer_choice.py",
     "trainer/ranks/test_ranks.py",
     "trainer/ranks/test_remote_ranks.py",

@@ -125,6 +125,25 @@ def test_swap_of_one_policy_leaves_the_others(model: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("plain", ["llama"], indirect=True)
 @ENGINES
+def test_layers_and_rank_of_an_adapter_may_change(model: Any, kind: str) -> None:
+    """Of the one matrix of head and embeddings, too."""
+    e = with_adapters(kind, model, {"solver": random_adapter(model, 1), "reference": None})
+    (request,) = asked(["solver"], 1)
+    versions = [
+        random_adapter(model, 5, rank=1, parts=("v_proj", "lm_head", "embed_tokens")),
+        random_adapter(model, 6, parts=("lm_head",)),
+        random_adapter(model, 7, rank=2, parts=("q_proj",)),
+    ]
+    for version, adapter in enumerate(versions, 1):
+        e.swap(version, given(model, adapter, loaded=True), policy="solver")
+        made = drain(e, [request])[request.id]
+        alone = drain(MAKE[kind](merged(model, adapter), **HOW), [replace(request, policy="")])[request.id]
+        assert tokens(made) == tokens(alone)
+        assert logprobs(made) == pytest.approx(logprobs(alone), abs=CLOSE)
+
+
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
+@ENGINES
 def test_prefix_cache_is_by_policy_and_survives_swaps_of_others(model: Any, kind: str) -> None:
     """All requests have one prompt of three full pages and two tokens."""
     adapters, prompt = three(model), tuple(range(3, 53))

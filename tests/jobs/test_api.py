@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ from tests.support.job_service import RECIPE
 from tests.support.service_folder import turn
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
-from windfall.jobs import machines
+from windfall.jobs import machines, store
 from windfall.jobs.client import JobsClient, RequestRefused
 from windfall.jobs.machine import host as hosts
 from windfall.jobs.machine import join
@@ -149,7 +150,7 @@ def test_metrics_and_jobs_say_what_was_spent(tmp_path: Path) -> None:
         hour = 3600 * 10**9
         said = client.post("/machines/m", life="x", times={"gpu0": {"a": hour, "": hour}}, price_usd_per_h=2.0)
         assert said == {"jobs": [], "turns": 0}
-        service._look()
+        asyncio.run(service._look())
         assert client.get("/jobs/a")["usd"] == 2.0
         assert client.get("/jobs")["devices"]["m/gpu0"]["used_s"] == {"a": 3600.0}
         with pytest.raises(WindfallError, match="another machine has joined as 'm'"):
@@ -180,7 +181,7 @@ def test_ended_job_is_removed_and_stays_on_the_bill(tmp_path: Path) -> None:
         JobsClient(url, a).delete("/jobs/a")
         assert status(f"{url}/jobs/a", a) == 401, "its token is gone with it"
         assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["b"]
-        service._look()
+        asyncio.run(service._look())
         found = client.get("/jobs")
         assert (found["jobs"]["b"]["usd"], found["bill"]["removed_usd"]) == (2.0, 2.0)
         assert found["bill"]["usd"] == pytest.approx(4.0 + found["bill"]["idle_usd"])
@@ -188,13 +189,13 @@ def test_ended_job_is_removed_and_stays_on_the_bill(tmp_path: Path) -> None:
         assert "$2.00 of removed jobs" in shown(table.table(found))
         client.post("/jobs", recipe=RECIPE, name="a", max_usd=1.0)
         client.post("/machines/m", times={"gpu0": {"a": hour + hour // 4, "b": hour, "": hour}}, **report)
-        service._look()
+        asyncio.run(service._look())
         found = client.get("/jobs")
         assert (found["jobs"]["a"]["usd"], found["bill"]["removed_usd"]) == (0.5, 2.0)
         assert found["devices"]["m/gpu0"]["used_s"] == {"(removed)": 3600.0, "a": 900.0, "b": 3600.0}
 
     def ask_again(service: Service, url: str) -> None:
-        service._look()
+        asyncio.run(service._look())
         found = JobsClient(url, service.token).get("/jobs")
         assert [found["jobs"][name]["usd"] for name in "ab"] == [0.5, 2.0]
         assert found["bill"]["removed_usd"] == 2.0
@@ -202,6 +203,31 @@ def test_ended_job_is_removed_and_stays_on_the_bill(tmp_path: Path) -> None:
 
     asked(tmp_path, ask)
     asked(tmp_path, ask_again)
+
+
+def test_slow_disk_delays_no_other_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, may_write, write = threading.Event(), threading.Event(), store.write
+
+    def slow(path: Path, data: bytes) -> None:
+        writing.set()
+        assert may_write.wait(60), "waited 60 s for the answer about the other job"
+        write(path, data)
+
+    def ask(service: Service, url: str) -> None:
+        client = JobsClient(url, service.token)
+        for name in "ab":
+            client.post("/jobs", recipe=RECIPE, name=name)
+        monkeypatch.setattr(store, "write", slow)
+        stops = threading.Thread(target=client.post, args=("/jobs/a/stop",))
+        stops.start()
+        assert writing.wait(60)
+        assert client.get("/jobs/b")["state"] == "queued"
+        assert stops.is_alive(), "it is answered when it is on the disk"
+        may_write.set()
+        stops.join(60)
+        assert json.loads((tmp_path / "jobs/a/job.json").read_text())["state"] == "stopped"
+
+    asked(tmp_path, ask)
 
 
 def test_service_that_does_not_answer_is_named(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def test_turns_go_on_while_the_service_waits_for_its_disk(tmp_path: Path, monkey
             for thread in threads:
                 thread.start()
             monkeypatch.setattr(folders, "replace", slow)
-            service._look()
+            await service._look()
             for thread in threads:
-                thread.join(WAIT_S)
-            service._look()
+                await asyncio.to_thread(thread.join, WAIT_S)
+            await service._look()
 
     asyncio.run(main())
     lines = (tmp_path / "turns.jsonl").read_text().splitlines()

@@ -22,8 +22,13 @@ def a_store(folder: Path, *jobs: Job) -> Store:
     found.load()
     for job in jobs:
         found.path(job.name).mkdir()
-        found.add(job)
+        add(found, job)
     return found
+
+
+def add(found: Store, job: Job) -> None:
+    found.record(job)
+    found.jobs[job.name] = job
 
 
 def test_jobs_are_read_back(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_what_a_kill_left_of_a_submission_is_removed(tmp_path: Path) -> None:
 
 def test_what_a_kill_left_of_a_removal_is_removed(tmp_path: Path) -> None:
     found = a_store(tmp_path, Job(name="a", number=1, state="done"), Job(name="b", number=2))
-    assert found.remove("a").is_dir()
+    assert found.set_aside("a").is_dir()
     again = Store(tmp_path)
     again.load()
     assert list(again.jobs) == ["b"]
@@ -82,7 +87,7 @@ def test_order_of_the_queue(tmp_path: Path) -> None:
 def test_full_disk_loses_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, job = a_store(tmp_path), Job(name="a", number=1)
     found.path("a").mkdir()
-    found.add(job)
+    add(found, job)
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -92,7 +97,7 @@ def test_full_disk_loses_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         job.state = "done"
         found.save(job)
         with pytest.raises(WindfallError, match="cannot write the job: No space left"):
-            found.add(Job(name="b", number=2))
+            found.record(Job(name="b", number=2))
         found.retry()
         assert found.unsaved == {"a"}
     found.retry()

@@ -178,7 +178,7 @@ class Api:
         return web.json_response({"name": job.name, "token": self._service.job_token(job.name), **shown}, status=201)
 
     async def _stop(self, request: web.Request) -> web.Response:
-        job = self._service.stop_job(await self._job(request))
+        job = await self._service.stop_job(await self._job(request))
         return web.json_response({"name": job.name, **self._service.describe(job)})
 
     async def _remove(self, request: web.Request) -> web.Response:
@@ -192,7 +192,7 @@ class Api:
             what = "a job's token does not allow choosing what the job may spend"
             fix = "Use the fleet's token for --max-usd, or leave --max-usd out."
             raise NotAllowed(403, WindfallError(what, where="--max-usd", fix=fix))
-        job = self._service.resume_job(name, max_usd)
+        job = await self._service.resume_job(name, max_usd)
         return web.json_response({"name": job.name, **self._service.describe(job)})
 
     async def _report(self, request: web.Request) -> web.Response:
@@ -202,7 +202,7 @@ class Api:
             raise WindfallError(
                 f"{name!r} cannot be the name of a machine", where="--name", fix="Use letters and digits."
             )
-        return web.json_response(self._service.report(name, report))
+        return web.json_response(await self._service.report(name, report))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await self._fleet(request)

@@ -11,7 +11,6 @@ import msgspec
 from windfall.errors import WindfallError
 from windfall.jobs.bill import Bill
 from windfall.jobs.machine.report import HeldDevice, MachineReport
-from windfall.jobs.turn_log import TurnLog
 
 GONE_S = 30.0
 """Seconds without a report after which a machine is gone."""
@@ -38,16 +37,16 @@ class LastReport:
 
 
 class Machines:
-    def __init__(self, bill: Bill, turn_log: TurnLog) -> None:
-        self._bill, self._turn_log = bill, turn_log
+    def __init__(self, bill: Bill) -> None:
+        self._bill = bill
         self._machines: dict[str, LastReport] = {}
 
     @property
     def names(self) -> list[str]:
         return list(self._machines)
 
-    def hear(self, name: str, report: MachineReport) -> int:
-        """Record what a machine reports. Returns the number of its first turn that the service does not have."""
+    def hear(self, name: str, report: MachineReport) -> list[dict[str, Any]]:
+        """Record what a machine reports. Returns the turns for the log, by the service's clock."""
         now_s, ahead_s = time.monotonic(), time.time() - report.now_s
         known = self._machines.get(name)
         if known is None or known.life != report.life:
@@ -58,7 +57,7 @@ class Machines:
             known = self._machines[name] = LastReport(life=report.life, ahead_s=ahead_s)
         known.seen_s, known.ahead_s, known.devices = now_s, min(known.ahead_s, ahead_s), report.devices
         self._bill.report(name, report.life, report.times, report.price_usd_per_h)
-        turns = [
+        return [
             msgspec.to_builtins(turn)
             | {
                 "device": f"{name}/{turn.device}",
@@ -67,7 +66,6 @@ class Machines:
             }
             for turn in report.turns
         ]
-        return self._turn_log.add_reported(report.life, report.first_turn, turns)
 
     def forget_gone(self) -> None:
         now_s = time.monotonic()

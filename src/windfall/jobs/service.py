@@ -25,7 +25,9 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, report_failure, unwritable
@@ -46,9 +48,13 @@ from windfall.turns.accounts import IDLE
 
 EVERY_S = 1.0
 """Seconds between two looks at everything."""
+MORE_THREADS = 16
+"""Threads for slow work, beside one for each job that may run."""
 LIMITS_S = 0.25
 """Seconds between two looks at the processes of environments: they can grow fast."""
 Say = Callable[[str], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Service:
@@ -66,7 +72,7 @@ class Service:
         )
         self.bill = Bill.load(self.folder / "bill.json")
         self.running: dict[str, JobRun] = {}
-        self.machines = Machines(self.bill, self.turn_log)
+        self.machines = Machines(self.bill)
         self.stopping = False
         self._say = say
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -78,18 +84,21 @@ class Service:
         self._tokens: dict[str, str] = {}
         self._usd: dict[str, float] = {}
         self._written = True
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
+        """Writes the files of the service, in the order in which they are given: a slow disk delays no other job."""
 
     async def run(self) -> None:
         """Run jobs until `stop`; then let them save, and end."""
-        for job in self.store.jobs.values():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(self.settings.jobs_at_once + MORE_THREADS))
+        for job in [*self.store.jobs.values()]:
             if job.state == "running":  # when the service before this one was killed
-                self._set(job, job.ending or "queued")
+                await self._set(job, job.ending or "queued")
         async with self.host:
             guard = asyncio.create_task(self._keep_limits())
             guard.add_done_callback(report_failure)
             try:
                 while not (self.stopping and not self._tasks):
-                    self._look()
+                    await self._look()
                     await asyncio.sleep(EVERY_S if not self.stopping else 0.05)
             finally:
                 self.kill()
@@ -97,8 +106,8 @@ class Service:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self._look()
-                self.turn_log.close()
+                await self._look()
+                await self._on_disk(self.turn_log.close)
 
     def stop(self) -> None:
         """Stop and save all jobs. They continue with the next start of the service."""
@@ -125,32 +134,33 @@ class Service:
             own = [f"run.name={json.dumps(name)}", f"run.folder={json.dumps(str(self.store.folder))}"]
             parsed = parse_recipe(data, where="the recipe", overrides=own)
             parsed = job_run.fitted(parsed, self.settings, self.host)
-            self.store.begin(name)
+            await self._on_disk(self.store.begin, name)
             job = Job(
                 name=name, number=self.store.next_number(), share=share, priority=priority, max_usd=max_usd,
                 deadline_s=deadline_s, directory=directory, submitted_s=time.time(), steps=parsed.run.steps,
             )  # fmt: skip
             try:
                 folder = await asyncio.to_thread(start.new_folder, parsed)
-                auth.make_token(folder / "token")
-                self._free_name(name)
-                self.store.add(job)
+                await self._on_disk(auth.make_token, folder / "token")
+                await self._free_name(name)
+                await self._on_disk(self.store.record, job)
             except BaseException:  # raised again: nothing of it may be left
                 await asyncio.to_thread(self.store.abandon, name)
                 raise
+            self.store.jobs[name] = job
         self._say(f"{name}: submitted")
-        self._look()
+        await self._look()
         return job
 
-    def stop_job(self, name: str) -> Job:
+    async def stop_job(self, name: str) -> Job:
         job = self.store.get(name)
         if job.state == "queued":
-            self._set(job, "stopped", "stopped by a user")
+            await self._set(job, "stopped", "stopped by a user")
         elif job.state == "running":
-            self._end(job, "stopped", "stopped by a user")
+            await self._end(job, "stopped", "stopped by a user")
         return job
 
-    def resume_job(self, name: str, max_usd: float | None = None) -> Job:
+    async def resume_job(self, name: str, max_usd: float | None = None) -> Job:
         job = self.store.get(name)
         if job.state == "done":
             raise WindfallError(f"job {name!r} is done", where="resume", fix="Submit a new one with more run.steps.")
@@ -167,10 +177,10 @@ class Service:
             raise WindfallError(what, where="resume", fix="Wait until `windfall jobs` shows that it has stopped.")
         job.max_usd = limit
         if job.state == "running":
-            self.store.save(job)
+            await self._on_disk(self.store.save, job)
         else:
-            self._set(job, "queued")
-        self._look()
+            await self._set(job, "queued")
+        await self._look()
         return job
 
     async def remove_job(self, name: str) -> None:
@@ -182,17 +192,22 @@ class Service:
         if folders.held(self.store.path(name)):
             what = f"another process runs job {name!r}"
             raise WindfallError(what, where=str(self.store.path(name)), fix="Stop it first.")
-        gone = self.store.remove(name)
+        del self.store.jobs[name]
+        try:
+            gone = await self._on_disk(self.store.set_aside, name)
+        except WindfallError:
+            self.store.jobs[name] = job
+            raise
         self._tokens.pop(name, None)
         self._say(f"{name}: removed")
         await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
 
-    def _free_name(self, name: str) -> None:
+    async def _free_name(self, name: str) -> None:
         """Let a new job begin with an empty bill, although a removed one had its name. This is on disk before the job
         is: otherwise, after a kill, it would pay for both."""
         self.bill.free(name)
         try:
-            self._save_bill()
+            await self._on_disk(self._save_bill, self._bill_json())
         except OSError as e:
             raise unwritable("the bill", self.folder, e, "Free disk space, then submit the job again.") from e
 
@@ -204,10 +219,11 @@ class Service:
             self._tokens[name] = auth.read_token(self.store.path(name) / "token")
         return self._tokens[name]
 
-    def report(self, machine: str, report: MachineReport) -> dict[str, Any]:
+    async def report(self, machine: str, report: MachineReport) -> dict[str, Any]:
         """A machine that has joined reports. Returns the answer: the number of the first turn that it should report
         next, and the jobs that its workers should work for."""
-        turns = self.machines.hear(machine, report)
+        ended = self.machines.hear(machine, report)
+        turns = await self._on_disk(self.turn_log.add_reported, report.life, report.first_turn, ended)
         found = []
         for name, run in self.running.items():
             address, job = folders.address(run.folder), run.job
@@ -223,64 +239,67 @@ class Service:
 
     # every second
 
-    def _look(self) -> None:
-        self.store.retry()
+    async def _look(self) -> None:
+        await self._on_disk(self.store.retry)
         self.bill.report("", self.host.life, self.host.times(), self.host.price_usd_per_h)
         self._usd = self.bill.usd()
         self.machines.forget_gone()
-        for name, run in self.running.items():
+        for name, run in [*self.running.items()]:
             run.job.step = max(run.job.step, run.progress.step)
             self.host.expect(name, run.progress.eta_s)
             if run.job.max_usd and self.spent(name) >= run.job.max_usd and not run.job.ending:
                 what = f"it has spent ${self.spent(name):.4f}, and may spend ${run.job.max_usd:g}"
-                self._end(run.job, "over_budget", what)
-        if not self.stopping:
-            for job in self.store.waiting()[: max(0, self.settings.jobs_at_once - len(self.running))]:
-                self._start(job)
-        self._write()
+                await self._end(run.job, "over_budget", what)
+        while not self.stopping and len(self.running) < self.settings.jobs_at_once and (jobs := self.store.waiting()):
+            await self._start(jobs[0])
+        await self._on_disk(self._write, self.host.ended_turns(), self._bill_json(), json.dumps(self.snapshot()))
 
-    def _start(self, job: Job) -> None:
-        self._set(job, "running")
-        if not job.started_s:
-            job.started_s = time.time()
-            self.store.save(job)
+    async def _start(self, job: Job) -> None:
+        job.started_s = job.started_s or time.time()
         try:
             run = JobRun(
                 job, self.store.path(job.name), self.settings, self.host, lambda line: self._say(f"{job.name}: {line}")
             )
         except WindfallError as e:  # its token is damaged
-            self._set(job, "failed", str(e))
+            await self._set(job, "failed", str(e))
             return
+        job.state, job.reason = "running", ""
         self.running[job.name] = run
         self._tasks[job.name] = asyncio.create_task(self._run(run), name=f"job {job.name}")
 
     async def _run(self, run: JobRun) -> None:
         job = run.job
         try:
-            state, reason = await run.run()
+            try:
+                await self._on_disk(self.store.save, job)
+                self._say(f"{job.name}: running")
+                state, reason = await run.run()
+            finally:
+                self.running.pop(job.name, None)
+            job.step = max(job.step, run.progress.step)
+            if state is None:
+                await self._set(job, job.ending or "queued", job.reason)
+            else:
+                await self._set(job, state, reason)
         finally:
-            self.running.pop(job.name, None)
-            self._tasks.pop(job.name, None)
-        job.step = max(job.step, run.progress.step)
-        if state is None:
-            self._set(job, job.ending or "queued", job.reason)
-        else:
-            self._set(job, state, reason)
+            if self._tasks.get(job.name) is asyncio.current_task():  # it has not been resumed meanwhile
+                del self._tasks[job.name]
         if not self.stopping:
-            self._look()
+            await self._look()
 
-    def _end(self, job: Job, state: State, reason: str) -> None:
+    async def _end(self, job: Job, state: State, reason: str) -> None:
         job.ending, job.reason = state, reason
-        self.store.save(job)
+        run = self.running.get(job.name)
+        await self._on_disk(self.store.save, job)
         self._say(f"{job.name}: stopping, because {reason}")
-        if job.name in self.running:
-            self.running[job.name].stop()
+        if run is not None:
+            run.stop()
 
-    def _set(self, job: Job, state: State, reason: str = "") -> None:
+    async def _set(self, job: Job, state: State, reason: str = "") -> None:
         job.state, job.reason, job.ending = state, reason, ""
         if state not in ("queued", "running"):
             job.ended_s = time.time()
-        self.store.save(job)
+        await self._on_disk(self.store.save, job)
         self._say(f"{job.name}: {state}{f' ({reason})' if reason else ''}")
 
     async def _keep_limits(self) -> None:
@@ -369,16 +388,23 @@ class Service:
         """Under which name a job is on the bill."""
         return job if job in self.store.jobs or job == IDLE else REMOVED
 
-    def _save_bill(self) -> None:
-        folders.replace(self.folder / "bill.json", json.dumps(self.bill.to_dict()))
+    async def _on_disk(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """The result of a function that writes, called after all those that were given before."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args, **options))
 
-    def _write(self) -> None:
+    def _bill_json(self) -> str:
+        return json.dumps(self.bill.to_dict())
+
+    def _save_bill(self, text: str) -> None:
+        folders.replace(self.folder / "bill.json", text)
+
+    def _write(self, turns: list[dict[str, Any]], bill: str, jobs: str) -> None:
         """A full disk loses nothing but turns of the timeline: the next look writes everything else again. A slow disk
         delays what the service does, but no turn (turns/server_thread.py)."""
-        self.turn_log.add(self.host.ended_turns())
+        self.turn_log.add(turns)
         try:
-            self._save_bill()
-            folders.replace(self.folder / "jobs.json", json.dumps(self.snapshot()))
+            self._save_bill(bill)
+            folders.replace(self.folder / "jobs.json", jobs)
             self._written = True
         except OSError as e:
             if self._written:

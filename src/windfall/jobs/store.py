@@ -73,6 +73,8 @@ GONE = ".gone-"
 
 
 class Store:
+    """Methods that write may be called in another thread, one at a time. None but `load` changes `jobs`."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "jobs"
         self.jobs: dict[str, Job] = {}
@@ -111,7 +113,7 @@ class Store:
             raise WindfallError(f"there is a job {name!r} already ({self.jobs[name].state})", where="--name", fix=fix)
 
     def begin(self, name: str) -> None:
-        """A folder for a new job of this name is about to be created. Until `add`, it counts as unfinished."""
+        """A folder for a new job of this name is about to be created. Until `record`, it counts as unfinished."""
         self.check_name(name)
         if self.path(name).exists():
             fix = "Choose another --name, or remove it."
@@ -121,30 +123,28 @@ class Store:
         except OSError as e:
             raise unwritable("the job", self.folder, e, "Free disk space, then submit it again.") from e
 
-    def add(self, job: Job) -> None:
-        """The folder of the job is complete. Raises WindfallError if it cannot be recorded."""
+    def record(self, job: Job) -> None:
+        """Write a new job, whose folder is complete. Raises WindfallError if that fails."""
         try:
             self._write(job)
             self._marker(job.name).unlink(missing_ok=True)
         except OSError as e:
             raise unwritable("the job", self.path(job.name), e, "Free disk space, then submit it again.") from e
-        self.jobs[job.name] = job
 
     def abandon(self, name: str) -> None:
-        """Remove what was created since `begin`, unless the job was added."""
+        """Remove what was created since `begin`, unless the job was recorded."""
         if not (self.path(name) / "job.json").is_file():
             shutil.rmtree(self.path(name), ignore_errors=True)
         self._marker(name).unlink(missing_ok=True)
 
-    def remove(self, name: str) -> Path:
-        """Forget a job that has ended. Returns its folder, which has another name now and may be deleted."""
+    def set_aside(self, name: str) -> Path:
+        """Rename the folder of a job that is no longer in `jobs`. Returns its path, which may be deleted."""
         gone = self.folder / f"{GONE}{secrets.token_hex(4)}-{name}"
         try:
             self.path(name).rename(gone)
         except OSError as e:
             fix = "Check the permissions of the folder, then try again."
             raise WindfallError(f"cannot remove the job: {e.strerror or e}", where=str(self.path(name)), fix=fix) from e
-        del self.jobs[name]
         self.unsaved.discard(name)
         return gone
 

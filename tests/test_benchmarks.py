@@ -25,6 +25,7 @@ from benchmarks.serve import coserve
 from benchmarks.support import coserve_load as load_of
 from benchmarks.train import publish_ranks as ranks
 from benchmarks.train import rank_budget, scale
+from benchmarks.train import slots as slots_benchmark
 from benchmarks.train import staleness_age as age
 from benchmarks.train import staleness_curve as curve
 from benchmarks.train import staleness_learning as learning
@@ -177,6 +178,16 @@ def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
     assert speed > 0
     assert state == pytest.approx(paper, rel=0.1)
     assert state == pytest.approx(scale.paper_bytes("tiny", 1) / 2e6, rel=0.1)
+
+
+@pytest.mark.slow
+def test_slots_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["slots", "--rank", "4", "--samples", "2", "--tokens", "16"])
+    slots_benchmark.main()
+    lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith(" ms")]
+    half = len(lines) // 2
+    assert lines[:half] == lines[half:], "the same for both kinds of adapters"
+    assert {"a new adapter", "load with optimizer", "publish", "forward_backward, 32 tokens"} <= set(lines)
 
 
 def test_budget_on_paper_is_shown_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:

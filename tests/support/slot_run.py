@@ -119,14 +119,14 @@ class _Dialer:
 
 
 @contextlib.asynccontextmanager
-async def slot_run(folder: Path, text: str, *, device: str = "cpu") -> AsyncIterator[SlotRun]:
+async def slot_run(folder: Path, text: str, *, device: str = "cpu", dtype: str = "float32") -> AsyncIterator[SlotRun]:
     """`text`: the recipe. All trainers are connected, and workers are offered the frozen policy."""
     (folder / "recipe.toml").write_text(text)
     recipe = load_recipe(folder / "recipe.toml")
     token, secret = auth.make_token(folder / "token"), auth.make_token(folder / "trainer.secret")
     (base,) = recipe.bases()
     place, orders = RankPlace(base=base), Orders(TrainerRanks.alone(device))
-    loaded = await process._load(recipe, folder, place, device, "float32")
+    loaded = await process._load(recipe, folder, place, device, dtype)
     weights = {name: each.weights for name, each in loaded.policies.items()}
     part = RankPart(recipe, folder, orders, place=place, loaded=weights)
     process._build(loaded, part, token)

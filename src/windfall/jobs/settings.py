@@ -53,7 +53,7 @@ class FleetSettings(Section):
     """Seconds that a rollout worker keeps a device while another job waits for it."""
     turn_limit_s: float = Field(default=LIMIT_S, gt=0)
     """Upper limit (seconds) for a turn while other jobs wait; then its process is killed. A turn may be a pass over the
-    samples of one message, a checkpoint, or the building of an engine."""
+    samples of one message, a checkpoint, or the building of an engine or of a trainer's state."""
     co_running: bool = False
     """Let two jobs compute on one GPU at the same time where measurements show that both together are faster."""
     trainer_state_gb: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"

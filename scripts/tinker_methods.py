@@ -1,4 +1,4 @@
-"""Print docs/tinker-methods.md: every public method of the Tinker SDK, and what the server makes of it.
+"""Print docs/tinker-methods.md: every public method of the Tinker SDK, and what `windfall tinker` makes of it.
 
     python scripts/tinker_methods.py > docs/tinker-methods.md
 
@@ -99,7 +99,7 @@ STATE: dict[str, tuple[str, str]] = {
 """What each method does here, and a remark. Twins are left out where they do the same."""
 HEAD = """# Methods of the Tinker SDK
 
-What the server makes of every public method of the SDK ({sdk}). `scripts/tinker_methods.py` writes this page
+What `windfall tinker` makes of every public method of the SDK ({sdk}). `scripts/tinker_methods.py` writes this page
 from the SDK itself, and a test calls each method on a server. {twins} methods whose name ends in `_async` are
 deprecated twins, in the same row.
 

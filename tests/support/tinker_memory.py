@@ -27,7 +27,7 @@ CLONE = 1_000_000_000
 
 class MemoryService:
     def __init__(self) -> None:
-        self.terms = SimpleNamespace(base=BASE, context=2048, rank=64)
+        self.terms = SimpleNamespace(base=BASE, tokenizer=BASE, context=2048, rank=64)
         self.sessions: dict[str, Any] = {}
         self.ended: set[str] = set()
         self.models: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_memory import BASE, KEY, served
+from tests.support.tinker_server import MODEL, InProcess, served
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
@@ -26,11 +26,10 @@ TRACED = {"logprobs": 1, "weights": 1}
 class Clients:
     """The clients of one user, with a model and its saved weights."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, server: InProcess) -> None:
+        self.where = {"base_url": server.url, "api_key": server.key}
         self.service = self.new_service()
-        self.rest = tinker.RestClient(base_url=url, api_key=KEY)
-        self.admin = tinker.AdminClient(base_url=url, api_key=KEY)
+        self.rest, self.admin = tinker.RestClient(**self.where), tinker.AdminClient(**self.where)
         self.session = self.service.holder.get_session_id()
         self.training = self.new_model()
         self.model = self.training.model_id
@@ -40,10 +39,10 @@ class Clients:
         self.sampler = self.service.create_sampling_client(model_path=self.sampler_weights).result(60)
 
     def new_service(self) -> Any:
-        return tinker.ServiceClient(base_url=self.url, api_key=KEY, user_metadata={"of": "test"})
+        return tinker.ServiceClient(**self.where, user_metadata={"of": "test"})
 
     def new_model(self) -> Any:
-        return self.service.create_lora_training_client(BASE, rank=4, seed=1).result(60)
+        return self.service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
 
     def saved(self) -> str:
         """Weights that no other call uses."""
@@ -55,9 +54,9 @@ class Clients:
 
 
 @pytest.fixture(scope="module")
-def clients() -> Iterator[Clients]:
-    with served() as memory:
-        found = Clients(memory.url)
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    with served(tmp_path_factory.mktemp("server")) as server:
+        found = Clients(server)
         yield found
         found.service.close("success").result(60)
 
@@ -91,18 +90,17 @@ def hours(count: int) -> datetime.datetime:
 
 Call = Callable[[Clients, str], Any]
 """Calls a method by its name (its own, or that of its twin)."""
-MODEL = "model_id"
 CALLS: dict[str, tuple[Call, str]] = {
     "ServiceClient.close": (lambda k, m: getattr(k.new_service(), m)("success"), ""),
     "ServiceClient.copy_weights": (lambda k, m: getattr(k.rest, m)(k.weights, "project"), ""),
     "ServiceClient.create_custom_loss": (lambda k, m: getattr(k.service, m)(traced, TRACED), "input_names"),
-    "ServiceClient.create_lora_training_client": (lambda k, m: getattr(k.service, m)(BASE, rank=4), MODEL),
+    "ServiceClient.create_lora_training_client": (lambda k, m: getattr(k.service, m)(MODEL, rank=4), "model_id"),
     "ServiceClient.create_rest_client": (lambda k, m: getattr(k.service, m)(), "holder"),
-    "ServiceClient.create_sampling_client": (lambda k, m: getattr(k.service, m)(base_model=BASE), "sample"),
-    "ServiceClient.create_training_client_from_state": (lambda k, m: getattr(k.service, m)(k.weights), MODEL),
+    "ServiceClient.create_sampling_client": (lambda k, m: getattr(k.service, m)(base_model=MODEL), "sample"),
+    "ServiceClient.create_training_client_from_state": (lambda k, m: getattr(k.service, m)(k.weights), "model_id"),
     "ServiceClient.create_training_client_from_state_with_optimizer": (
         lambda k, m: getattr(k.service, m)(k.weights),
-        MODEL,
+        "model_id",
     ),
     "ServiceClient.get_console_url": (lambda k, m: getattr(k.service, m)(), "title"),
     "ServiceClient.get_server_capabilities": (lambda k, m: getattr(k.service, m)(), "supported_models"),
@@ -112,7 +110,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "TrainingClient.forward_backward": (lambda k, m: getattr(k.training, m)(data(), "cross_entropy"), "metrics"),
     "TrainingClient.forward_backward_custom": (lambda k, m: getattr(k.training, m)(data(), squares), "metrics"),
     "TrainingClient.get_console_url": (lambda k, m: getattr(k.training, m)(), "title"),
-    "TrainingClient.get_info": (lambda k, m: getattr(k.training, m)(), MODEL),
+    "TrainingClient.get_info": (lambda k, m: getattr(k.training, m)(), "model_id"),
     "TrainingClient.get_telemetry": (lambda k, m: getattr(k.training, m)(), ""),
     "TrainingClient.load_state": (lambda k, m: getattr(k.training, m)(k.weights), "path"),
     "TrainingClient.load_state_with_optimizer": (lambda k, m: getattr(k.training, m)(k.weights), "path"),
@@ -123,11 +121,11 @@ CALLS: dict[str, tuple[Call, str]] = {
     "TrainingClient.save_weights_for_sampler": (lambda k, m: getattr(k.training, m)(k.name()), "path"),
     "SamplingClient.compute_logprobs": (lambda k, m: getattr(k.sampler, m)(prompt()), "count"),
     "SamplingClient.create": (
-        lambda k, m: getattr(tinker.SamplingClient, m)(k.service.holder, base_model=BASE),
+        lambda k, m: getattr(tinker.SamplingClient, m)(k.service.holder, base_model=MODEL),
         "sample",
     ),
     "SamplingClient.from_sampler_handle": (
-        lambda k, m: getattr(tinker.SamplingClient, m)(k.sampler.get_sampler_handle(), api_key=KEY),
+        lambda k, m: getattr(tinker.SamplingClient, m)(k.sampler.get_sampler_handle(), api_key=k.where["api_key"]),
         "sample",
     ),
     "SamplingClient.get_base_model": (lambda k, m: getattr(k.sampler, m)(), "title"),

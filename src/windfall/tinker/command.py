@@ -35,7 +35,9 @@ def tinker(
     """Serve the Tinker API: clients train adapters of one base with loops of their own. Ctrl-C saves all models."""
     from windfall.recipe.file import load_recipe, parse_recipe
     from windfall.run import recipe_check, start
+    from windfall.tinker.wire import messages
 
+    messages.check_installed()
     parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
     found = served(
         parsed, model=model, port=port, name=name, rank=rank, models=models, samplers=samplers, context=context,

@@ -13,6 +13,7 @@ from windfall.controller.scheduling.versions import Offer
 from windfall.link import network
 from windfall.link.invitation import ALL_INTERFACES
 from windfall.models import tokenizer
+from windfall.models.load import resolve
 from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK
 from windfall.recipe.sections import Recipe
@@ -88,6 +89,7 @@ class TinkerLoop:
         limits = [self.recipe.rollout.max_tokens, found]
         return Terms(
             base=self.section.name or self.recipe.model.path,
+            tokenizer=model if isinstance(model := resolve(self.recipe.model.path), str) else str(self._tokenizer()),
             context=min(limit for limit in limits if limit),
             rank=min(self._rank(name) for name in (*self._train, *self._sample)),
             adapter=_adapter,
@@ -100,8 +102,12 @@ class TinkerLoop:
         assert lora is not None, f"{slot} is a slot"
         return lora.rank or DEFAULT_RANK
 
+    def _tokenizer(self) -> Path:
+        """The trainer wrote it before it connected."""
+        return folders.policy_folder(self.folder.resolve(), BASE) / "tokenizer"
+
     def _sampler(self, text: Text) -> FleetSampler:
-        found = tokenizer.load(folders.policy_folder(self.folder, BASE) / "tokenizer")
+        found = tokenizer.load(self._tokenizer())
         return FleetSampler(
             self._life.dispatch,
             stop=text.stop,

@@ -123,6 +123,8 @@ class Terms:
 
     base: str
     """Name under which it serves the base model."""
+    tokenizer: str
+    """Hub id, or folder on the server's machine, of the tokenizer of the base."""
     context: int
     rank: int
     """Largest rank of an adapter."""
@@ -763,7 +765,7 @@ class TinkerService:
             top_ids[:left_out] = top[:left_out] = [()] * left_out
         return c.Sampled(
             sequences=sequences,
-            prompt_logprobs=logprobs,
+            prompt_logprobs=logprobs if call.prompt_logprobs else None,
             prompt_top_ids=tuple(top_ids) if call.prompt_top_k else (),
             prompt_top_logprobs=tuple(top) if call.prompt_top_k else (),
         )

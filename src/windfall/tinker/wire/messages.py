@@ -7,8 +7,11 @@ unknown fields, and nothing here depends on them. Tensors are raw little-endian 
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from typing import Any
+
+from windfall.errors import WindfallError, install_command
 
 TABLE: dict[str, str] = {
     "SampleResponse": """
@@ -86,6 +89,16 @@ STOP, LENGTH = 0, 1
 _SCALARS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _MESSAGE = 11
 _ONE, _MANY = 1, 3
+
+
+def check_installed() -> None:
+    """Raises WindfallError if the library is missing that reads and writes messages."""
+    try:
+        found = importlib.util.find_spec("google.protobuf")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise WindfallError("the package protobuf is not installed", fix=f"Run: {install_command('tinker')}")
 
 
 @cache

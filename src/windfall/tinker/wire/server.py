@@ -24,7 +24,7 @@ from aiohttp import web
 from windfall.link.listener import Listener
 from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
-from windfall.tinker.wire import answers, listings, requests, samples
+from windfall.tinker.wire import answers, listings, messages, requests, samples
 from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.intake import MAX_BODY_BYTES, Intake, zstd
 from windfall.tinker.wire.native import NativeRequests
@@ -125,6 +125,7 @@ class TinkerServer:
 
     async def listen(self, host: str, port: int, fix: str) -> int:
         """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`."""
+        messages.check_installed()
         self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=HEAD_S)
         options: dict[str, Any] = {"keepalive_timeout": IDLE_S, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S}
         self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
@@ -340,7 +341,7 @@ class TinkerServer:
 
     async def _info(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
         model = self._service.model(account, f.read(body, f.ModelBody).model_id)
-        data = {"model_name": model.base, "tokenizer_id": None, "arch": None}
+        data = {"model_name": model.base, "tokenizer_id": self._service.terms.tokenizer}
         lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": model.base}
         return {"type": "get_info", "model_id": model.id, "model_data": data} | lora
 

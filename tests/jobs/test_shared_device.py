@@ -47,7 +47,7 @@ def hang_trainer_in_its_turn(service: JobService, job: str) -> None:
 
 
 def test_jobs_whose_trainers_sleep_and_co_run_end_with_the_weights_that_each_has_alone(tmp_path: Path) -> None:
-    """There is room for no state besides that of the trainer that works. Which turns co-run depends on speed."""
+    """There is room for no state besides that of the trainer that works."""
     fleet = "slice_s = 0.05\nco_running = true\ntrainer_state_gb = 0.000001\n"
     jobs = {"a": ("run.seed=1", "run.steps=6"), "b": ("run.seed=2", "run.steps=6")}
     with JobService(tmp_path, fleet, slots=1) as service:
@@ -57,6 +57,7 @@ def test_jobs_whose_trainers_sleep_and_co_run_end_with_the_weights_that_each_has
         assert service.until_ended() == dict.fromkeys(jobs, "done")
         assert service.interrupt() == 0
         assert any(turn["woke_s"] for turn in turns_of(service)), "a state that slept came back"
+        assert any(turn["beside"] for turn in turns_of(service)), "two turns at the same time"
         for name, sets in jobs.items():
             assert service.weights(name) == alone(tmp_path, name, *sets)
 

@@ -41,7 +41,7 @@ def tinker(
     parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
     found = served(
         parsed, model=model, port=port, name=name, rank=rank, models=models, samplers=samplers, context=context,
-        workers=workers, named=recipe is not None,
+        workers=workers,
     )  # fmt: skip
     recipe_check.check(found)
     start.train(found, start.new_folder(found))
@@ -49,9 +49,9 @@ def tinker(
 
 def served(
     recipe: Recipe, *, model: str | None, port: int | None, name: str | None, rank: int, models: int, samplers: int,
-    context: int | None, workers: int | None, named: bool,
+    context: int | None, workers: int | None,
 ) -> Recipe:  # fmt: skip
-    """The recipe of a server. What is None stays as the recipe has it. `named`: it comes from a file."""
+    """The recipe of a server. What is None stays as the recipe has it."""
     from windfall.recipe.sections import Recipe
 
     data: dict[str, Any] = recipe.model_dump(exclude_unset=True)
@@ -63,7 +63,7 @@ def served(
     served_port = 8900 if port is None and recipe.tinker.port is None else port
     update("tinker", port=served_port, name=name)
     update("rollout", max_tokens=context, staleness=0)
-    if not named:
+    if "name" not in data.get("run", {}):
         update("run", name="tinker")
     own = 1 if workers is None and "workers" not in data.get("fleet", {}) else workers
     update("fleet", local=False, workers=own)

@@ -137,7 +137,6 @@ def test_top_has_a_line_for_every_policy_and_versions_of_all() -> None:
         "solver": {"step": 3, "version": 3, "staleness": stale, "train_wait_s": 1.2, "weights": {}},
         "verifier": {"step": 5, "version": 5, "staleness": None, "train_wait_s": 0.7, "weights": {}},
         "reference": {"step": None, "version": 0, "staleness": None, "train_wait_s": None, "weights": {}},
-        "slot": {"step": None, "version": None, "staleness": None, "train_wait_s": None, "weights": {}},
     }
     worker = {
         "worker": "w1", "kind": "spot", "device": "H200", "price_usd_per_h": 0.0, "state": "ready", "running": 5,
@@ -154,10 +153,9 @@ def test_top_has_a_line_for_every_policy_and_versions_of_all() -> None:
         out.print(top.table(snapshot, live=True, run=Path("runs/r")))
     lines = [line.rstrip() for line in captured.get().splitlines()]
     assert lines[0] == "r: running"
-    assert lines[2:6] == [
+    assert lines[2:5] == [
         "solver: step 3/9, version 3; stale 0.4 (max 1, bound 2); waited 1.2 s",
         "verifier: step 5/9, version 5; waited 0.7 s",
         "reference: not trained, version 0",
-        "slot: not trained, no version yet",
     ]
     assert "solver 3/4/-" in lines[-1]

@@ -115,7 +115,7 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
 
 def _progress(policy: dict[str, Any], steps: int) -> str:
     step = "not trained" if policy["step"] is None else f"step {policy['step']}/{steps}"
-    return f"{step}, " + ("no version yet" if policy["version"] is None else f"version {policy['version']}")
+    return f"{step}, version {policy['version']}"
 
 
 def _staleness(stale: dict[str, Any] | None) -> list[str]:

@@ -24,7 +24,7 @@ Other jobs want both devices all the time. On `a` both take 10.2 s of device tim
     >>> move.source, move.target, round(move.gain_s, 1), round(move.cost_s, 2)
     ('b', 'a', 9.2, 0.1)
 
-- All responses of a worker move, or none does: a device is free only if nothing is left there.
+- All responses of a worker move to one other, or none does: a device is free only if nothing is left there.
 - Each move lowers the cost of the state by at least what the move itself takes, and by twice as much each time that one
   of its responses has moved before.
 - Responses move back to an idle worker (balance.py) only if that lowers the cost, too. So they do not move to and fro.
@@ -33,53 +33,37 @@ Other jobs want both devices all the time. On `a` both take 10.2 s of device tim
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from windfall.controller.scheduling.balance import ROUND_TRIP_S, Held, Move, Running, WorkerLoad
 from windfall.controller.scheduling.kv_room import SAFE
 
-MOST = 8
-"""Workers of each kind that are looked at in a round: targets that other jobs want, and targets that they do not."""
+MOST = 64
+"""Workers that are looked at in a round, as sources and as targets: each source is compared with each target."""
 
 
 class _Tail:
     """What a worker still has to generate."""
 
-    def __init__(self, load: WorkerLoad, rows: Iterable[Running] = (), joining: Iterable[Running] = ()) -> None:
+    def __init__(self, load: WorkerLoad, rows: Sequence[Running]) -> None:
         assert load.profile is not None
-        self.load, self.profile, self.rows = load, load.profile, list[Running]()
-        self.longest = self.total = 0.0
-        self.kv_tokens = 0.0
+        self.load, self.rows, self.profile = load, rows, load.profile
+        self.count = len(rows)
+        self.longest = max((r.remaining for r in rows), default=0.0)
+        self.total = sum(r.remaining for r in rows)
+        self.kv_tokens = self.total + sum(r.context for r in rows)
         """Tokens in the KV cache if all were there at their ends."""
         self.prefill_s = self.round_trip_s = 0.0
         """Of what moves there."""
-        for r in rows:
-            self._add(r)
-        for r in joining:
-            self.join(r)
 
-    def copy(self) -> _Tail:
-        out = _Tail(self.load)
-        out.rows, out.longest, out.total, out.kv_tokens = [*self.rows], self.longest, self.total, self.kv_tokens
-        out.prefill_s, out.round_trip_s = self.prefill_s, self.round_trip_s
+    def joined_by(self, other: _Tail) -> _Tail:
+        """With all responses of another worker."""
+        out = _Tail(self.load, ())
+        out.count, out.longest = self.count + other.count, max(self.longest, other.longest)
+        out.total, out.kv_tokens = self.total + other.total, self.kv_tokens + other.kv_tokens
+        prefill = sum(r.context for r in other.rows if not r.waiting)
+        out.prefill_s, out.round_trip_s = self.prefill_s + self.load.prefill_s * prefill, ROUND_TRIP_S
         return out
-
-    def join(self, r: Running) -> None:
-        """A response of another worker."""
-        self._add(r)
-        self.prefill_s += 0.0 if r.waiting else r.context * self.load.prefill_s
-        self.round_trip_s = ROUND_TRIP_S
-
-    def _add(self, r: Running) -> None:
-        self.rows.append(r)
-        self.longest, self.total = max(self.longest, r.remaining), self.total + r.remaining
-        self.kv_tokens += r.context + r.remaining
-
-    def has_room(self, r: Running) -> bool:
-        load = self.load
-        in_cache = not load.kv_tokens or self.kv_tokens + r.context + r.remaining <= SAFE * load.kv_tokens
-        return in_cache and len(self.rows) < load.slots
 
     @property
     def device_s(self) -> float:
@@ -95,77 +79,53 @@ class _Tail:
         """Device time that other jobs lose."""
         return self.device_s * self.load.contended
 
+    @property
+    def fits(self) -> bool:
+        """Whether the worker has room for all of it."""
+        load = self.load
+        return self.count <= load.slots and (not load.kv_tokens or self.kv_tokens <= SAFE * load.kv_tokens)
+
 
 def merge(
     loads: Sequence[WorkerLoad], held: Held, *, fits: Callable[[str, str], bool] = lambda id, worker: True
 ) -> list[Move]:
-    """The responses that should continue on another worker, so that theirs is free for other jobs. They go to workers
-    that no other job wants, or also to one of the others: the one with which that is best. `fits(id, worker)`: whether
-    a worker may get this response."""
+    """The responses that should continue on another worker, so that theirs is free for other jobs. In one round they
+    all move to the same one. `fits(id, worker)`: whether a worker may get this response."""
     if not any(load.contended and load.running for load in loads) or any(load.profile is None for load in loads):
         return []
-    tails = sorted((_Tail(load, held(load.worker)) for load in loads), key=lambda tail: tail.device_s)
-    free = [tail for tail in tails if not tail.load.contended][:MOST]
-    busy = [tail for tail in tails if tail.load.contended and tail.rows]
-    idle = sorted((tail for tail in tails if tail.load.contended and not tail.rows), key=lambda t: t.load.contended)
-    known = [tail for tail in busy if all(r.remaining > 0 for r in tail.rows)]
-    best: list[Move] = []
-    for more in ([], *([tail] for tail in (*busy[-MOST:], *idle[:1]))):
-        moves = _emptied([tail for tail in known if tail not in more], [*free, *more], tails, fits)
-        best = max(best, moves, key=lambda moves: sum(move.gain_s for move in moves))
-    return best
+    tails = [_Tail(load, held(load.worker)) for load in loads]
+    busy = sorted((tail for tail in tails if tail.count), key=lambda tail: tail.device_s)
+    idle = sorted((tail for tail in tails if not tail.count), key=lambda tail: tail.load.contended)
+    known = [tail for tail in busy if tail.load.contended and all(r.remaining > 0 for r in tail.rows)]
+    latest = sorted(((tail.done_s, tail.load.worker) for tail in busy), reverse=True)
+    found = (
+        _moves_to(target, [tail for tail in known[:MOST] if tail is not target], latest, len(loads), fits)
+        for target in (*busy[-MOST:], *idle[:1])
+    )
+    return max(found, key=lambda moves: sum(move.gain_s for move in moves))
 
 
-def _emptied(
-    sources: Sequence[_Tail], targets: Sequence[_Tail], tails: Sequence[_Tail], fits: Callable[[str, str], bool]
-) -> list[Move]:
-    """The moves from these sources to these targets that pay. `tails`: of all workers."""
-    moves: list[Move] = []
-    targets, others = list(targets), [tail for tail in tails if tail not in targets]
-    done_s, taken_s = max(tail.done_s for tail in tails), sum(tail.taken_s for tail in targets)
-    for source in sources if targets else ():
-        after = [target.copy() for target in targets]
-        placed = _spread(source.rows, after, fits)
-        if len(placed) < len(source.rows):
+def _moves_to(
+    target: _Tail, sources: Sequence[_Tail], latest: Sequence[tuple[float, str]], workers: int,
+    fits: Callable[[str, str], bool],
+) -> list[Move]:  # fmt: skip
+    """The moves to this worker that pay. `sources`: that with least work first. `latest`: when each busy worker is
+    done, the last one first."""
+    name, moves, gone = target.load.worker, list[Move](), {target.load.worker}
+    done_s = latest[0][0]
+    for source in sources:
+        after, worker = target.joined_by(source), source.load.worker
+        if not after.fits or not all(fits(r.id, name) for r in source.rows):
             continue
-        done_after_s = max(tail.done_s for tail in (*after, *(tail for tail in others if tail is not source)))
-        taken_after_s = sum(target.taken_s for target in after)
-        gain_s = len(tails) * (done_s - done_after_s) + taken_s + source.taken_s - taken_after_s
-        costs = [ROUND_TRIP_S + (0.0 if r.waiting else r.context * target.load.prefill_s) for r, target in placed]
-        if gain_s > sum(costs) * 2 ** max(r.moves for r in source.rows):
-            names = {"source": source.load.worker, "gain_s": gain_s / len(placed)}
-            moves += [
-                Move(id=r.id, target=target.load.worker, cost_s=cost_s, **names)
-                for (r, target), cost_s in zip(placed, costs, strict=True)
-            ]
-            targets, done_s, taken_s = after, done_after_s, taken_after_s
-            others.remove(source)
+        others_s = next((s for s, other in latest if other not in gone and other != worker), 0.0)
+        gain_s = workers * (done_s - max(others_s, after.done_s)) + source.taken_s + target.taken_s - after.taken_s
+        cost_s = ROUND_TRIP_S + after.prefill_s - target.prefill_s
+        if gain_s > cost_s * 2 ** max(r.moves for r in source.rows):
+            each = {"gain_s": gain_s / source.count, "cost_s": cost_s / source.count}
+            moves += [Move(id=r.id, source=worker, target=name, **each) for r in source.rows]
+            gone.add(worker)
+            target, done_s = after, max(others_s, after.done_s)
     return moves
-
-
-def _spread(
-    rows: Sequence[Running], targets: Sequence[_Tail], fits: Callable[[str, str], bool]
-) -> list[tuple[Running, _Tail]]:
-    """Add each of these responses, the longest one first, to the target that is done first. Ends at the first one for
-    which there is no room."""
-    placed: list[tuple[Running, _Tail]] = []
-    by_end = [(target.done_s, n) for n, target in enumerate(targets)]
-    heapq.heapify(by_end)
-    for r in sorted(rows, key=lambda r: -r.remaining):
-        passed: list[tuple[float, int]] = []
-        while by_end:
-            target = targets[by_end[0][1]]
-            if target.has_room(r) and fits(r.id, target.load.worker):
-                target.join(r)
-                heapq.heapreplace(by_end, (target.done_s, by_end[0][1]))
-                placed.append((r, target))
-                break
-            passed.append(heapq.heappop(by_end))
-        else:
-            return placed
-        for each in passed:
-            heapq.heappush(by_end, each)
-    return placed
 
 
 def keep_merged(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move]) -> list[Move]:
@@ -185,12 +145,9 @@ def state_cost_s(loads: Sequence[WorkerLoad], held: Held, moves: Sequence[Move] 
     """The cost of a state after these moves, in seconds of a device."""
     targets = {move.id: move.target for move in moves}
     rows = [(r, load.worker) for load in loads for r in held(load.worker)]
-    tails = [
-        _Tail(
-            load,
-            (r for r, worker in rows if worker == load.worker and r.id not in targets),
-            (r for r, _ in rows if targets.get(r.id) == load.worker),
-        )
-        for load in loads
-    ]
+    tails = []
+    for load in loads:
+        tail = _Tail(load, [r for r, worker in rows if worker == load.worker and r.id not in targets])
+        joining = [r for r, _ in rows if targets.get(r.id) == load.worker]
+        tails.append(tail.joined_by(_Tail(load, joining)) if joining else tail)
     return len(loads) * max(tail.done_s for tail in tails) + sum(tail.taken_s for tail in tails)

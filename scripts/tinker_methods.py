@@ -22,10 +22,11 @@ STATES = {
 }
 TWIN = "_async"
 """Most methods have a deprecated twin with this ending, which does the same."""
+COPY = "also of public weights of another account; the project has no effect"
 PROJECTS = "there are no projects: every account has its own sessions and weights"
 STATE: dict[str, tuple[str, str]] = {
     "ServiceClient.close": (WORKS, "ends the session; what it holds is freed"),
-    "ServiceClient.copy_weights": (REFUSED, PROJECTS),
+    "ServiceClient.copy_weights": (WORKS, COPY),
     "ServiceClient.create_custom_loss": (CLIENT, "the SDK traces the loss and runs it on the client"),
     "ServiceClient.create_lora_training_client": (WORKS, "any rank up to the server's; attention, MLP, head; AdamW"),
     "ServiceClient.create_rest_client": (CLIENT, ""),
@@ -63,7 +64,7 @@ STATE: dict[str, tuple[str, str]] = {
     "SamplingClient.on_queue_state_change": (CLIENT, "logs why a sample waits, as the server says"),
     "SamplingClient.sample": (WORKS, "log-probs of tokens and prompt, the most likely tokens of the prompt"),
     "RestClient.assign_session_project": (REFUSED, PROJECTS),
-    "RestClient.copy_weights": (REFUSED, PROJECTS),
+    "RestClient.copy_weights": (WORKS, COPY),
     "RestClient.delete_checkpoint": (WORKS, ""),
     "RestClient.delete_checkpoint_from_tinker_path": (WORKS, ""),
     "RestClient.export_session_trace": (REFUSED, "`windfall top` shows what the server does"),

@@ -38,8 +38,8 @@ class Clients:
         self.sampler_weights = self.training.save_weights_for_sampler("start").result(60).path
         self.sampler = self.service.create_sampling_client(model_path=self.sampler_weights).result(60)
 
-    def new_service(self) -> Any:
-        return tinker.ServiceClient(**self.where, user_metadata={"of": "test"})
+    def new_service(self, project: str | None = None) -> Any:
+        return tinker.ServiceClient(**self.where, user_metadata={"of": "test"}, project_id=project)
 
     def new_model(self) -> Any:
         return self.service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
@@ -92,7 +92,7 @@ Call = Callable[[Clients, str], Any]
 """Calls a method by its name (its own, or that of its twin)."""
 CALLS: dict[str, tuple[Call, str]] = {
     "ServiceClient.close": (lambda k, m: getattr(k.new_service(), m)("success"), ""),
-    "ServiceClient.copy_weights": (lambda k, m: getattr(k.rest, m)(k.weights, "project"), ""),
+    "ServiceClient.copy_weights": (lambda k, m: getattr(k.new_service("project"), m)(k.weights), "title"),
     "ServiceClient.create_custom_loss": (lambda k, m: getattr(k.service, m)(traced, TRACED), "input_names"),
     "ServiceClient.create_lora_training_client": (lambda k, m: getattr(k.service, m)(MODEL, rank=4), "model_id"),
     "ServiceClient.create_rest_client": (lambda k, m: getattr(k.service, m)(), "holder"),
@@ -140,7 +140,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         "sequences",
     ),
     "RestClient.assign_session_project": (lambda k, m: getattr(k.rest, m)(k.session, "project"), ""),
-    "RestClient.copy_weights": (lambda k, m: getattr(k.rest, m)(k.weights, "project"), ""),
+    "RestClient.copy_weights": (lambda k, m: getattr(k.rest, m)(k.weights, "project"), "title"),
     "RestClient.delete_checkpoint": (
         lambda k, m: getattr(k.rest, m)(k.model, "weights/" + k.saved().rpartition("/")[2]),
         "",

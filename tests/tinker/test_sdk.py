@@ -148,6 +148,23 @@ def test_state_is_saved_with_and_without_the_optimizer(client: Any, model: Any) 
     assert scored(fresh) != scored(model)
 
 
+def test_a_copy_of_weights_outlives_them(client: Any, model: Any) -> None:
+    rest = tinker.RestClient(client._get_rest_holder())
+    trained(model)
+    path = model.save_state("original").result(60).path
+    copy = rest.copy_weights(path, "project", ttl_seconds=3600).result(60)
+    assert copy != rest.copy_weights(path, "project").result(60) != path
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
+    same = client.create_training_client_from_state_with_optimizer(copy).result(60)
+    assert scored(same) == scored(model)
+    run = rest.get_training_run_by_tinker_path(copy).result(60)
+    assert run.last_checkpoint.tinker_path == copy
+    with pytest.raises(tinker.NotFoundError):
+        rest.copy_weights(path, "project").result(60)
+    with pytest.raises(tinker.BadRequestError, match="no access tokens"):
+        rest.copy_weights(copy, "project", weights_access_token="x").result(60)
+
+
 def test_seeds_greedy_tokens_and_what_ends_a_sequence(client: Any) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result(60)
     drawn = [[s.tokens for s in sample(sampler, 3, max_tokens=5, seed=7, temperature=4.0).sequences] for _ in range(2)]

@@ -26,7 +26,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +403,31 @@ class TinkerService:
         found.public = found.public if public is None else public
         await self._store.write(self._checkpoint_row(found))
         return found
+
+    async def copy(self, account: Account, path: str, *, expires_s: float | None, key: str) -> Checkpoint:
+        """A copy of weights for the account, in a model of its own that cannot be trained. The same key is the same
+        copy."""
+        source, now = self.weights(account, path), time.time()
+        of, place = self.models[source.model], path.removeprefix(f"tinker://{source.model}/")
+        id = f"{uuid.uuid5(uuid.NAMESPACE_URL, f'{account.name} {key} {path}')}:copy:0"
+        if (found := self.checkpoints.get(f"tinker://{id}/{place}")) is not None:
+            return found
+        folder = self._folder_of(id) / place
+        try:
+            await asyncio.to_thread(_link_tree, source.folder, folder)
+        except WindfallError as e:
+            raise c.Refusal(400, str(e)) from e
+        model = Model(
+            id=id, account=account.name, session="", base=of.base, spec=of.spec, adapter=of.adapter, created=now,
+            folder=self._folder_of(id), journal=self, unloaded=True, seen=now,
+        )  # fmt: skip
+        copy = replace(
+            source, path=f"tinker://{id}/{place}", account=account.name, model=id, created=now, folder=folder,
+            expires=None if expires_s is None else now + expires_s, public=False,
+        )  # fmt: skip
+        self.models[id], self.checkpoints[copy.path] = model, copy
+        await self._store.write(self._model_row(model), self._checkpoint_row(copy))
+        return copy
 
     async def _remove(self, found: Checkpoint) -> None:
         self.checkpoints.pop(found.path, None)

@@ -57,7 +57,7 @@ def create_model(body: dict[str, Any]) -> c.CreateModel:
 def load_weights(body: dict[str, Any]) -> c.CreateModel | c.LoadWeights:
     """Weights for a model that exists, or for a new one: then the body names the session and not the model."""
     fields = f.convert(body, f.LoadWeightsBody)
-    _check_token(fields.weights_access_token)
+    check_token(fields.weights_access_token)
     _check_optimizer(fields.optimizer_config)
     if fields.session_id and fields.model_seq_id is not None:
         return c.CreateModel(
@@ -186,7 +186,8 @@ def _other_optimizer(kind: str) -> str:
     return f"the optimizer {kind[:MAX_ECHO]!r} is not supported: this server has AdamW."
 
 
-def _check_token(token: str | None) -> None:
+def check_token(token: str | None) -> None:
+    """Raises Refusal if a request has a token for the weights of another account."""
     if token:
         fix = "The owner can make a checkpoint public: publish_checkpoint_from_tinker_path."
         raise Refusal(400, f"weights_access_token: this server has no access tokens. {fix}")

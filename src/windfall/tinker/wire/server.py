@@ -351,7 +351,13 @@ class TinkerServer:
         return listings.weights(model.base, model.spec)
 
     async def _copy(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
-        raise Refusal(400, "copy_weights: there are no projects to copy to, and weights are kept until they expire")
+        """The copy is the account's, whatever project it is for."""
+        fields = f.read(body, f.CopyWeightsBody)
+        requests.check_token(fields.weights_access_token or request.headers.get("X-Tinker-Weights-Access-Token"))
+        expires_s = None if fields.ttl_seconds is None else float(fields.ttl_seconds)
+        key = request.headers.get("X-Idempotency-Key", "")
+        copy = await self._service.copy(account, fields.source_path, expires_s=expires_s, key=key)
+        return {"tinker_path": copy.path}
 
     async def _training_runs(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)

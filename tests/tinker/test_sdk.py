@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import MODEL, served
+from tests.support.tinker_server import MODEL, InProcess, served
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
@@ -15,11 +16,14 @@ TEXT = [1, 7, 11, 5, 9]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with (
-        served(tmp_path_factory.mktemp("server")) as server,
-        tinker.ServiceClient(base_url=server.url, api_key=server.key) as found,
-    ):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    with served(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: InProcess) -> Iterator[Any]:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.key) as found:
         yield found
 
 
@@ -163,6 +167,15 @@ def test_a_copy_of_weights_outlives_them(client: Any, model: Any) -> None:
         rest.copy_weights(path, "project").result(60)
     with pytest.raises(tinker.BadRequestError, match="no access tokens"):
         rest.copy_weights(copy, "project", weights_access_token="x").result(60)
+
+
+def test_weights_whose_files_are_gone_are_refused(server: InProcess, client: Any, model: Any) -> None:
+    path = model.save_state("lost").result(60).path
+    (folder,) = server.folder.rglob("weights/lost-*")
+    shutil.rmtree(folder)
+    for load in (client.create_training_client_from_state, tinker.RestClient(client._get_rest_holder()).copy_weights):
+        with pytest.raises(tinker.BadRequestError, match=r"cannot be copied.*\n*.*Save the weights again"):
+            load(path, MODEL).result(60)
 
 
 def test_seeds_greedy_tokens_and_what_ends_a_sequence(client: Any) -> None:

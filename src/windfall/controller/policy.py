@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import xxhash
 
 from windfall.controller.ledger.episode import Episode
+from windfall.controller.own_responses import OwnResponses
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.versions import Offer
@@ -25,8 +26,6 @@ from windfall.types import Response, Sampling
 
 
 class FleetPolicy(RemoteTrainer):
-    """It owns its responses (dispatch.ResponseOwner), and answers their turns itself."""
-
     def __init__(
         self, dispatch: Dispatch, *, stop: frozenset[int], sampling: Sampling, seed: int = 0, policy: str = ""
     ) -> None:
@@ -39,8 +38,7 @@ class FleetPolicy(RemoteTrainer):
         self._seed = seed
         self._calls: dict[str, asyncio.Task[list[Response]]] = {}
         """Calls of `sample` since the last `publish`, by id."""
-        self._generating: dict[str, asyncio.Future[None]] = {}
-        """By id of a response that is being generated."""
+        self._responses = OwnResponses(dispatch)
 
     async def sample(
         self, prompt: Sequence[int], n: int, *, id: str, max_tokens: int, sampling: Sampling | None = None
@@ -70,38 +68,12 @@ class FleetPolicy(RemoteTrainer):
             )
             for i in range(n)
         ]
-        loop = asyncio.get_running_loop()
-        try:
-            for episode in episodes:
-                self._generating[episode.id] = loop.create_future()
-                self._dispatch.open(episode, self)
-            await asyncio.gather(*(self._generating[episode.id] for episode in episodes))
-            for episode in episodes:
-                self._dispatch.close(episode.id)
-        except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
-            self._dispatch.withdraw([e.id for e in episodes if e.id in self._dispatch.ledger.entries])
-            raise
-        finally:
-            for episode in episodes:
-                self._generating.pop(episode.id, None)
-            self._dispatch.group_done(id, n)
+        await self._responses.generate(id, episodes)
         return [episode.close(None) for episode in episodes]
-
-    def turn_ended(self, id: str) -> None:
-        if id in self._generating and not self._generating[id].done():
-            self._generating[id].set_result(None)
-
-    def rejected(self, id: str, why: str) -> None:
-        self._fail(id, WindfallError(why, where=f"response {id}"))
 
     def fail(self, error: BaseException | None) -> None:
         """The only worker has failed: end all calls of `sample` with its error."""
-        for id in list(self._generating):
-            self._fail(id, error or WindfallError("the worker of this process has ended"))
-
-    def _fail(self, id: str, error: BaseException) -> None:
-        if id in self._generating and not self._generating[id].done():
-            self._generating[id].set_exception(error)
+        self._responses.fail(error or WindfallError("the worker of this process has ended"))
 
     async def publish(self, *, id: str) -> NewVersion:
         return self._offer(await super().publish(id=id))

@@ -52,7 +52,7 @@ def served(
     context: int | None, workers: int | None,
 ) -> Recipe:  # fmt: skip
     """The recipe of a server. What is None stays as the recipe has it."""
-    from windfall.recipe.sections import Recipe
+    from windfall.recipe.file import parse_recipe
 
     data: dict[str, Any] = recipe.model_dump(exclude_unset=True)
 
@@ -73,4 +73,4 @@ def served(
     policies |= {f"t{n}": {"slot": "train", "lora": {"rank": rank}} for n in range(models)}
     policies |= {f"s{n}": {"slot": "sample", "lora": {"rank": rank}} for n in range(samplers)}
     data["policies"] = policies
-    return Recipe.model_validate(data)
+    return parse_recipe(data, where="windfall tinker")

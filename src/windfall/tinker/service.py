@@ -343,7 +343,11 @@ class TinkerService:
         self.models[id] = model  # from now on, a call that is made again finds it
         if source is not None:
             model.checkpoint = model.folder / "start"
-            await asyncio.to_thread(_link_tree, source.folder, model.checkpoint)
+            try:
+                await asyncio.to_thread(_link_tree, source.folder, model.checkpoint)
+            except WindfallError as e:
+                del self.models[id]
+                raise c.Refusal(400, str(e)) from e
         entry = self._finished(request_id(id, 0), account, c.ModelReady(model=id, path=call.path))
         await self._store.write(self._model_row(model), self._call_row(entry, None))
         self._log("tinker_model", model=id, account=account.name, rank=lora.rank, path=call.path)

@@ -49,7 +49,7 @@ WAIT_S = 120.0
 
 
 class InProcess:
-    """A server that listens."""
+    """A server that listens. `key`: that of its only account."""
 
     def __init__(self, folder: Path, recipe: str = RECIPE) -> None:
         self.folder, self._recipe = folder, recipe
@@ -76,7 +76,8 @@ class InProcess:
             if not serving.done():
                 found = folders.read_json(self.folder / "tinker.json") or {}
                 self.url = f"http://127.0.0.1:{found['port']}"
-                self.key = (self.folder / "tinker.key").read_text().strip()
+                key = self.folder / "tinker.key"
+                self.key = key.read_text().strip() if key.is_file() else ""
                 self._ready.set()
             over = asyncio.create_task(self._over.wait())
             await asyncio.wait([serving, over], return_when=asyncio.FIRST_COMPLETED)
@@ -98,8 +99,8 @@ class InProcess:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[InProcess]:
-    found = InProcess(folder)
+def served(folder: Path, recipe: str = RECIPE) -> Iterator[InProcess]:
+    found = InProcess(folder, recipe)
     thread = threading.Thread(target=found.run, name="windfall tinker")
     thread.start()
     try:

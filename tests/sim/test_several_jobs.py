@@ -274,3 +274,28 @@ def test_every_seed_has_its_own_responses(recipe: MakeRecipe, tmp_path: Path) ->
     recipes = [("a.toml", recipe(**STAYS, run={"steps": 1}))] * 2
     found = answers(recipes, 2, tmp_path, 0.25)
     assert len({answer.together.real_tokens for answer in found}) == 2
+
+
+def test_shares_and_priorities_decide_who_ends_first(recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Two jobs with the same work."""
+    same = [(file, recipe(**STAYS)) for file in ("a.toml", "b.toml")]
+
+    def ends(**terms: Sequence[Any]) -> list[float]:
+        (answer,) = answers(same, 1, tmp_path, 0.1, **terms)
+        return [job.end_s for job in answer.together.jobs.values()]
+
+    assert ends(shares=[4.0, 1.0])[0] < ends(shares=[1.0, 4.0])[0]
+    assert ends(priorities=[1, 0])[0] < ends(priorities=[0, 1])[0]
+
+
+def test_terms_of_jobs_are_checked(tmp_path: Path) -> None:
+    for words, what in (
+        (["--share", "1"], "1 values for 2 recipes"),
+        (["--share", "1,x"], "are no numbers"),
+        (["--share", "1,0"], "must be above 0"),
+        (["--priority", "1,1.5"], "are no numbers"),
+    ):
+        with pytest.raises(WindfallError, match=what):
+            CliRunner().invoke(cli.app, ["sim", HARVEST, HARVEST, *words], catch_exceptions=False)
+    with pytest.raises(WindfallError, match="are for several recipes"):
+        CliRunner().invoke(cli.app, ["sim", HARVEST, "--share", "1"], catch_exceptions=False)

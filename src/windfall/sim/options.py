@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from windfall.errors import WindfallError
+from windfall.run.commands.options import Json
 from windfall.turns.sharing import SLICE_S
 
 What = Annotated[
@@ -26,11 +27,13 @@ Overrides = Annotated[
 SliceS = Annotated[
     float, typer.Option(min=0.0, help="Seconds of a turn of generation, with several recipes. Others wait meanwhile.")
 ]
+Share = Annotated[str, typer.Option(metavar="2,1", help="Shares of several recipes, in their order.")]
+Priority = Annotated[str, typer.Option(metavar="1,0", help="Priorities of several recipes, in their order.")]
 
 
 def sim(
     what: What = None, seeds: Seeds = 1, out: Out = None, compare: Compare = "windfall", set: Overrides = None,
-    slice_s: SliceS = SLICE_S,
+    slice_s: SliceS = SLICE_S, share: Share = "", priority: Priority = "", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Simulate a run in virtual time to see its cost and speed: the real controller with simulated machines.
 
@@ -52,6 +55,10 @@ def sim(
 
     if len(what) > 1:
         recipes = [(file, load_recipe(Path(file), set)) for file in what]
-        report.main(recipes, seeds=seeds, names=compare, out=out, slice_s=slice_s)
+        terms = {"slice_s": slice_s, "share": share, "priority": priority}
+        report.main(recipes, seeds=seeds, names=compare, out=out, **terms, as_json=as_json)
         return
+    if share or priority or as_json:
+        fix = "Give several recipes."
+        raise WindfallError("--share, --priority and --json are for several recipes", where="windfall sim", fix=fix)
     variants.main(load_recipe(Path(what[0]), set), seeds=seeds, names=compare, out=out)

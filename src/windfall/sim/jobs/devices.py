@@ -52,6 +52,9 @@ class SimDevice:
         self._end: asyncio.TimerHandle | None = None
         """When the holder may have to give its turn."""
 
+    def set_terms(self, job: str, *, share: float, priority: int) -> None:
+        self._sharing.set_terms(job, share=share, priority=priority)
+
     def take(self, turn: JobTurn) -> bool:
         """True: it has the turn. False: it waits, and its taker is told when it has the turn."""
         if turn is not self._holder and turn not in self._waiting:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,14 @@ class Answer:
 
 
 def answers(
-    recipes: Sequence[tuple[str, Recipe]], seeds: int, folder: Path, slice_s: float, status: Any = None
-) -> list[Answer]:
+    recipes: Sequence[tuple[str, Recipe]], seeds: int, folder: Path, slice_s: float, status: Any = None,
+    *, shares: Sequence[float] = (), priorities: Sequence[int] = (),
+) -> list[Answer]:  # fmt: skip
     """Simulate each job alone and all together, with every seed."""
     out: list[Answer] = []
     for n in range(seeds):
-        jobs = jobs_of([(file, variants.seeded(recipe, seeds)[n]) for file, recipe in recipes])
+        seeded = [(file, variants.seeded(recipe, seeds)[n]) for file, recipe in recipes]
+        jobs = jobs_of(seeded, shares, priorities)
 
         def progress(event: Event, n: int = n) -> None:
             if event["name"] == "step" and status is not None:
@@ -120,14 +123,38 @@ def verdict(values: dict[str, Any]) -> str:
     return f"one after the other: together is {said}, and the worst slowdown of a job is {worst:.2f}"
 
 
-def main(recipes: Sequence[tuple[str, Recipe]], *, seeds: int, names: str, out: Path | None, slice_s: float) -> None:
+def per_job(text: str, option: str, jobs: int, kind: Callable[[str], Any]) -> list[Any]:
+    """The values of an option that has one for each job, such as "2,1". Empty: the option was not given.
+
+    >>> per_job("2,1", "--share", 2, float)
+    [2.0, 1.0]
+    """
+    try:
+        found = [kind(each) for each in text.split(",") if text]
+    except ValueError:
+        raise WindfallError(f"{text!r} are no numbers", where=option, fix="Give one for each recipe: 2,1.") from None
+    if text and len(found) != jobs:
+        raise WindfallError(f"{len(found)} values for {jobs} recipes", where=option, fix="Give one for each recipe.")
+    return found
+
+
+def main(
+    recipes: Sequence[tuple[str, Recipe]], *, seeds: int, names: str, out: Path | None, slice_s: float,
+    share: str = "", priority: str = "", as_json: bool = False,
+) -> None:  # fmt: skip
     if variants.names(names) != ["windfall"]:
         fix = "Leave --compare out, or simulate one recipe at a time."
         raise WindfallError("several recipes are compared in one way only", where="--compare", fix=fix)
-    began = time.perf_counter()
-    with output_folder(out) as folder, Console().status("") as status:
-        found = answers(recipes, seeds, folder, slice_s, status)
+    began, shares = time.perf_counter(), per_job(share, "--share", len(recipes), float)
+    if any(not 0 < each < math.inf for each in shares):
+        raise WindfallError("a share must be above 0", where="--share", fix="Give one for each recipe: 2,1.")
+    terms = {"shares": shares, "priorities": per_job(priority, "--priority", len(recipes), int)}
+    with output_folder(out) as folder, Console(stderr=True).status("") as status:
+        found = answers(recipes, seeds, folder, slice_s, status, **terms)
     values = figures(found)
+    if as_json:
+        print(json.dumps(values | {"verdict": verdict(values)}))
+        return
     print("\n".join([*table(values), "", verdict(values)]))
     virtual_s = sum(run.seconds for answer in found for run in (*answer.alone.values(), answer.together))
     wall_s, plural = time.perf_counter() - began, "s" if seeds > 1 else ""

@@ -40,6 +40,8 @@ SAME_KEYS = {
 class SimJob:
     name: str
     scenario: Scenario
+    share: float = 1.0
+    priority: int = 0
 
 
 class JobEnd(NamedTuple):
@@ -74,8 +76,11 @@ class Shared:
         return sum(job.real_tokens for job in self.jobs.values())
 
 
-def jobs_of(recipes: Sequence[tuple[str, Recipe]]) -> list[SimJob]:
-    """The jobs of these recipes, each with the file that it is from. Rejects those that cannot share machines."""
+def jobs_of(
+    recipes: Sequence[tuple[str, Recipe]], shares: Sequence[float] = (), priorities: Sequence[int] = ()
+) -> list[SimJob]:
+    """The jobs of these recipes, each with the file that it is from. Rejects those that cannot share machines.
+    `shares`, `priorities`: of the jobs in this order; empty: all are equal."""
     first_file, first = recipes[0]
     for file, recipe in recipes:
         _check(file, recipe)
@@ -86,11 +91,12 @@ def jobs_of(recipes: Sequence[tuple[str, Recipe]]) -> list[SimJob]:
                     raise WindfallError(what, where=file, fix="Give all recipes the same machines and prices.")
     trace = build(first)  # the trace depends on the seed of the run, too
     out: list[SimJob] = []
-    for _, recipe in recipes:
+    for n, (_, recipe) in enumerate(recipes):
         same = sum(job.scenario.real.run.name == recipe.run.name for job in out)
         name = f"{recipe.run.name}-{same + 1}" if same else recipe.run.name
         scenario = replace(build(recipe), changes=trace.changes, trace_s=trace.trace_s)
-        out.append(SimJob(name=name, scenario=scenario))
+        share, priority = shares[n] if shares else 1.0, priorities[n] if priorities else 0
+        out.append(SimJob(name=name, scenario=scenario, share=share, priority=priority))
     return out
 
 
@@ -121,6 +127,9 @@ def simulate(
         names, machines = [job.name for job in jobs], paid_seconds(scenarios, 0.0)
         accounts = DeviceAccounts(machines, 0)
         devices = {name: SimDevice(name, names, accounts, slice_s) for name in machines}
+        for device in devices.values():
+            for job in jobs:
+                device.set_terms(job.name, share=job.share, priority=job.priority)
         simulations = {job.name: _start(job, folder, devices, loop, sink) for job in jobs}
         try:
             async with asyncio.TaskGroup() as group:

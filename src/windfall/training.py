@@ -223,6 +223,10 @@ class TrainerLost(Exception):
     """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""
 
 
+class TrainerFailed(TrainerLost):
+    """It ended because of an unexpected error while it performed a verb."""
+
+
 class VerbRefused(WindfallError):
     """A slot cannot perform a verb as it was given: the caller can correct it. The message that was refused has changed
     nothing, unless the text says that the slot is empty now. A call with very many samples is several messages."""

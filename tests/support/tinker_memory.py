@@ -196,6 +196,7 @@ class MemoryService:
 
     def _done(self, entry: Any, result: c.Result | c.Failed) -> Any:
         entry.outcome, entry.failed, entry.result = result, isinstance(result, c.Failed), c.encode(result)
+        entry.size = len(entry.result)
         entry.event.set()
         if entry.sampler:
             self.completed[entry.sampler, entry.seq // CLONE].append(entry)
@@ -209,7 +210,7 @@ class MemoryService:
             await asyncio.wait_for(entry.event.wait(), wait_s)
         except TimeoutError:
             return c.Pending(why="all slots are in use", state="paused_capacity")
-        return entry.outcome if entry.failed else c.Done(result=c.decode_result(entry.result), size=len(entry.result))
+        return entry.outcome if entry.failed else c.Done(result=c.decode_result(entry.result), size=entry.size)
 
     def retrieved(self, account: Any, ids: Sequence[str]) -> None:
         self.acknowledged |= set(ids)

@@ -31,9 +31,10 @@ class Resident:
 def trainers(names: list[str]) -> Trainers:
     links: Any = {name: Link() for name in names}
 
-    async def connect() -> None:
+    async def connect() -> dict[str, object]:
         for link in links.values():
             link.hello = link.hello or object()
+        return {name: link.hello for name, link in links.items()}
 
     return Trainers(links, connect, lambda why: None)
 
@@ -87,7 +88,7 @@ def test_a_new_trainer_has_empty_slots() -> None:
 
         sample = SampleSlots(of, ["s0"], load)
         await of.ready()
-        async with sample.hold("w", Path("w")), sample.hold("w", Path("w")):
+        async with sample.hold("w", lambda: Path("w")), sample.hold("w", lambda: Path("w")):
             with pytest.raises(TrainerLost):
                 async with train.hold(a):
                     raise TrainerLost("killed")
@@ -111,9 +112,9 @@ def test_live_weights_change_while_they_are_used() -> None:
 
         sample = SampleSlots(of, ["s0"], load)
         await of.ready()
-        async with sample.hold("live/m", Path("1")):
+        async with sample.hold("live/m", lambda: Path("1")):
             await sample.changed("live/m", Path("2"))
-        async with sample.hold("live/m", Path("2")):
+        async with sample.hold("live/m", lambda: Path("2")):
             pass
         return loads
 

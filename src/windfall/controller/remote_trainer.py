@@ -48,6 +48,7 @@ from windfall.training import (
     Report,
     Sample,
     Scores,
+    TrainerFailed,
     TrainerLost,
     VerbRefused,
     check_given,
@@ -234,7 +235,7 @@ class RemoteTrainer:
                 raise WindfallError(reply.error, where="trainer")
             if self._link is link:  # its process is ending: the run must wait for the next one
                 self._forget()
-            raise TrainerLost(f"the trainer failed: {reply.error}")
+            raise TrainerFailed(f"the trainer failed: {reply.error}")
         if isinstance(reply, LinkClosed):
             raise TrainerLost(str(reply)) from reply
         if not isinstance(reply, expected):

@@ -106,7 +106,7 @@ class RunProcesses:
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
         self._newest_steps: dict[str, int] = {}
-        """By policy: the newest step completed since this process started."""
+        """By policy: the newest step completed since this process started. Of a server: the calls it has performed."""
 
     async def run(self) -> bool:
         """Returns True if the run is finished, False if it was stopped."""
@@ -403,7 +403,7 @@ class RunProcesses:
             return  # truncated by a kill, or not written by windfall
         if event["name"] == "end":
             self.finished = bool(event.get("finished"))
-        if event["kind"] == "scalar" and event["name"] in ("step", "sft"):
+        if event["kind"] == "scalar" and event["name"] in ("step", "sft", "tinker"):
             policy, step = str(event.get("policy", "")), event.get("step", 0)
             if isinstance(step, int):
                 self._newest_steps[policy] = max(self._newest_steps.get(policy, 0), step)

@@ -81,6 +81,10 @@ class Keys:
     def usage(self, account: str) -> Usage:
         return self._usage.get(account, {})
 
+    def total(self, name: str) -> float:
+        """What all accounts have used together."""
+        return sum(usage.get(name, 0.0) for usage in self._usage.values())
+
     def restore(self, usage: Mapping[str, Usage]) -> None:
         self._usage = dict(usage)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from windfall import run_folder as folders
@@ -40,57 +41,65 @@ class TinkerLoop:
 
     async def run(self, life: ControllerLife, text: Callable[[str], Text]) -> CheckpointState:
         """Answer clients until the run is stopped."""
+        try:
+            async with self.service(life, text(BASE)) as service:
+                server, host = TinkerServer(service), self.section.host
+                port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.")
+                try:
+                    folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
+                    url = f"http://{network.in_url('127.0.0.1' if host in ALL_INTERFACES else host)}:{port}"
+                    models = sum(1 for model in service.models.values() if not model.unloaded)
+                    life.events.instant("tinker_ready", url=url, base=service.terms.base, models=models)
+                    await life.unless_stopped(service.run())
+                finally:
+                    await server.stop_listening()
+        except Stopped:
+            life.events.instant("stopped", step=0)
+        return CheckpointState(step=0, next_task=0)
+
+    @contextlib.asynccontextmanager
+    async def service(self, life: ControllerLife, text: Text) -> AsyncIterator[TinkerService]:
+        """What the server asks, continued from the store."""
         self._life = life
         life.dispatch.journal = None  # a call that has no result is performed again as a whole
-        state = CheckpointState(step=0, next_task=0)
         trainers = Trainers(
             {name: policy.trainer for name, policy in life.policies.items()},
             self._connect,
             lambda why: life.events.instant("trainer_lost", step=0, why=why),
         )
-        store = Store(self.folder)
+        self._store = store = Store(self.folder)
         try:
             train, sample = TrainSlots(trainers, self._train), SampleSlots(trainers, self._sample, self._load)
             self._version = self._read_version(store)
-            self._store = store
             await trainers.ready()
             service = TinkerService(
                 self.folder / "tinker", store, keys.load(self.section.accounts, self.folder), self._terms(), trainers,
-                train, sample, self._sampler(text(BASE)), base_policy=BASE, save_updates=self.section.save_updates,
-                log=life.events.instant,
+                train, sample, self._sampler(text), base_policy=BASE, save_updates=self.section.save_updates,
+                log=life.events.instant, progress=lambda calls: life.events.scalar("tinker", step=calls),
             )  # fmt: skip
             service.restore()
-            server, host = TinkerServer(service), self.section.host
-            port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.")
             try:
-                folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
-                url = f"http://{network.in_url('127.0.0.1' if host in ALL_INTERFACES else host)}:{port}"
-                models = sum(1 for model in service.models.values() if not model.unloaded)
-                life.events.instant("tinker_ready", url=url, base=service.terms.base, models=models)
-                await life.unless_stopped(service.run())
+                yield service
             finally:
-                await server.stop_listening()
                 await service.stop()
-        except Stopped:
-            life.events.instant("stopped", step=0)
         finally:
             await store.close()
-        return state
 
-    async def _connect(self) -> None:
-        """Wait for the trainer, and offer the base to workers."""
+    async def _connect(self) -> Mapping[str, object]:
+        """Wait for the trainer, and offer the base to workers. Raises TrainerLost."""
         for policy in self._life.policies.values():
             await policy.connected()
         self._life.policies[BASE].announce()
+        return {name: policy.hello for name, policy in self._life.policies.items()}
 
     def _terms(self) -> Terms:
-        hello = self._life.policies[BASE].hello
-        found = json.loads(hello.engine.model_config).get("max_position_embeddings")
-        limits = [self.recipe.rollout.max_tokens, found]
+        config = json.loads(self._life.policies[BASE].hello.engine.model_config)
+        limits = [self.recipe.rollout.max_tokens, config.get("max_position_embeddings")]
         return Terms(
             base=self.section.name or self.recipe.model.path,
             tokenizer=model if isinstance(model := resolve(self.recipe.model.path), str) else str(self._tokenizer()),
             context=min(limit for limit in limits if limit),
+            vocabulary=config["vocab_size"],
             rank=min(self._rank(name) for name in (*self._train, *self._sample)),
             adapter=_adapter,
             session_timeout_s=self.section.session_timeout_s,
@@ -107,12 +116,13 @@ class TinkerLoop:
         return folders.policy_folder(self.folder.resolve(), BASE) / "tokenizer"
 
     def _sampler(self, text: Text) -> FleetSampler:
-        found = tokenizer.load(self._tokenizer())
+        terms, found = self._terms(), tokenizer.load(self._tokenizer())
         return FleetSampler(
             self._life.dispatch,
             stop=text.stop,
             decode=lambda ids: found.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            context=self._terms().context,
+            context=terms.context,
+            vocabulary=terms.vocabulary,
         )
 
     async def _load(self, slot: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.tinker import calls as c
+from windfall.tinker.call_log import Entry
 from windfall.training import AdapterSpec, Gradient, Report
 
 SAVE_S = 60.0
@@ -35,12 +36,8 @@ class Journal(Protocol):
         """The folder of saved weights. Raises WindfallError if there are none."""
         ...
 
-    def since(self, model: Model) -> list[Changing]:
-        """The calls that changed something since the last checkpoint and did not fail, in order."""
-        ...
-
     async def saved(self, model: Model) -> None:
-        """`saved_seq` and `folder` have changed; write that down."""
+        """`saved_seq` and `checkpoint` have changed; write that down, and that the calls before need not be kept."""
         ...
 
 
@@ -69,38 +66,36 @@ class Model:
     unloaded: bool = False
     seen: float = 0.0
     """When a client made a call last."""
-    waiting: dict[int, str] = field(default_factory=dict)
-    """Ids of calls that were not performed, by number."""
+    waiting: dict[int, Entry] = field(default_factory=dict)
+    """Calls that were not performed, by number."""
+    since: list[Entry] = field(default_factory=list)
+    """Calls that changed something since the last checkpoint, in order."""
     task: asyncio.Task[None] | None = None
-    """Performs them."""
+    """Performs calls."""
+    busy: bool = False
+    """It is in a slot, and verbs may be on their way."""
     _changed_seq: int = 0
     """The last call that changed the weights."""
     _updates: int = 0
     """Updates since the last checkpoint."""
     _work_s: float = 0.0
     """Seconds of the trainer's work since then."""
-    _entered: int = 0
-    """How often it was loaded: ids of verbs differ, because a slot does not know what it did for a model before."""
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     # room.Tenant
 
     async def enter(self, trainer: RemoteTrainer) -> None:
-        async with self._lock:
-            self._entered += 1
-            id = f"{self.id}/{self._entered}/enter"
-            if self.checkpoint is None:
-                await trainer.load_adapter(self.adapter, id=id)
-            else:
-                await trainer.load_adapter(path=str(self.checkpoint), optimizer=self.optimizer, id=id)
-            self._changed_seq, self._updates, self._work_s = self.saved_seq, 0, 0.0
-            for call in self.journal.since(self):
-                await self._change(trainer, call)
+        if self.checkpoint is None:
+            await trainer.load_adapter(self.adapter, id=self.id)
+        else:
+            await trainer.load_adapter(path=str(self.checkpoint), optimizer=self.optimizer, id=self.id)
+        self._changed_seq, self._updates, self._work_s = self.saved_seq, 0, 0.0
+        for entry in self.since:
+            assert isinstance(entry.call, Changing)
+            await self._change(trainer, entry.call)
 
     async def leave(self, trainer: RemoteTrainer) -> None:
-        async with self._lock:
-            if self._changed_seq > self.saved_seq:
-                await self._save_state(trainer)
+        if self._changed_seq > self.saved_seq:
+            await self._save_state(trainer)
 
     # calls
 
@@ -122,8 +117,9 @@ class Model:
                 assert isinstance(report, Report)
                 return c.Stepped(metrics=_metrics(report))
             case c.LoadWeights():
-                await self._change(trainer, call)
-                await self._save_state(trainer)  # the weights that were loaded may be deleted before a restart
+                if call.seq > self.saved_seq:  # otherwise, the server was killed before it was recorded as performed
+                    await self._change(trainer, call)
+                    await self._save_state(trainer)  # the weights that were loaded may be deleted before a restart
                 return c.ModelReady(model=self.id, path=call.path)
             case c.SaveWeights() | c.SaveForSampler() | c.Refused():
                 raise AssertionError("the service does these")
@@ -134,9 +130,11 @@ class Model:
         if self._changed_seq > self.saved_seq and (self._updates >= updates or self._work_s >= SAVE_S):
             await self._save_state(trainer)
 
-    async def save(self, trainer: RemoteTrainer, folder: Path, *, optimizer: bool, id: str) -> None:
-        """Write the present weights into a folder, for a client."""
-        await trainer.save_adapter(str(folder), optimizer=optimizer, id=f"{id}/{self._entered}/save")
+    async def save(self, trainer: RemoteTrainer, folder: Path, *, optimizer: bool) -> None:
+        """Write the present weights into a folder. What is in it was written by a server that was killed before it
+        could record that."""
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await trainer.save_adapter(str(folder), optimizer=optimizer, id=f"{self.id}/{folder.name}")
 
     async def _change(self, trainer: RemoteTrainer, call: Changing) -> Gradient | Report | None:
         began = time.monotonic()
@@ -157,15 +155,19 @@ class Model:
     async def _save_state(self, trainer: RemoteTrainer) -> None:
         """Write a checkpoint, and remove the one before it."""
         before, folder = self.checkpoint, self.folder / f"state-{self._changed_seq}"
-        await trainer.save_adapter(str(folder), optimizer=True, id=f"{self.id}/{self._entered}/{self._changed_seq}")
+        await self.save(trainer, folder, optimizer=True)
         self.checkpoint, self.optimizer, self.saved_seq = folder, True, self._changed_seq
         self._updates, self._work_s = 0, 0.0
+        for entry in self.since:
+            if entry.seq <= self.saved_seq:
+                entry.call = None
+        self.since = [entry for entry in self.since if entry.call is not None]
         await self.journal.saved(self)
         if before is not None and before.parent == self.folder and before != folder:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
 
     def _id(self, call: c.ModelCall) -> str:
-        return f"{self.id}/{self._entered}/{call.seq}"
+        return f"{self.id}/{call.seq}"
 
 
 def _metrics(report: Report) -> dict[str, float]:

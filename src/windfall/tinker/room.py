@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.errors import WindfallError
 from windfall.tinker.slots import Slots
 from windfall.training import TrainerLost
 
@@ -27,9 +28,11 @@ class Trainers:
     """The trainer's links to the policies of the run, all of one process. It is lost as a whole."""
 
     def __init__(
-        self, trainers: Mapping[str, RemoteTrainer], connect: Callable[[], Awaitable[None]], log: Callable[[str], None]
-    ) -> None:
-        """`connect`: waits until all are connected, and continues with them. `log`: is told why a trainer was lost."""
+        self, trainers: Mapping[str, RemoteTrainer], connect: Callable[[], Awaitable[Mapping[str, object]]],
+        log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`connect`: waits until all are connected, continues with them, and returns what each of them said first.
+        `log`: is told why a trainer was lost."""
         self.trainers = dict(trainers)
         self.emptied: list[Callable[[], Awaitable[None]]] = []
         """Called in order when a new trainer has connected: all slots are empty."""
@@ -48,9 +51,8 @@ class Trainers:
         async with self._lock:
             while not self.current:
                 self._known = {}
-                await self._connect()
-                self._known = {name: t.hello for name, t in self.trainers.items()}
                 try:
+                    self._known = dict(await self._connect())
                     for emptied in self.emptied:
                         await emptied()
                 except TrainerLost as e:
@@ -118,18 +120,17 @@ class TrainSlots:
                 await tenant.enter(trainer)
                 self._loaded[slot.name] = tenant
             yield trainer
+        except BaseException:  # raised again: a verb that was begun may still be performed
+            self._loaded.pop(slot.name, None)
+            raise
         finally:
             self._slots.release(tenant.id)
             async with self._freed:
                 self._freed.notify_all()
 
-    async def remove(self, tenant: Tenant) -> None:
-        """Save the adapter, if it is in a slot, and free the slot."""
-        slot = self._slots.holding(tenant.id)
-        if slot is not None and self._loaded.get(slot.name) is tenant:
-            async with self.hold(tenant) as trainer:
-                await tenant.leave(trainer)
-                self._loaded.pop(slot.name, None)
+    def remove(self, tenant: Tenant) -> None:
+        """Free its slot, and save nothing."""
+        self.drop(tenant)
         self._slots.forget(tenant.id)
 
     def drop(self, tenant: Tenant) -> None:
@@ -139,7 +140,7 @@ class TrainSlots:
             self._loaded.pop(slot.name, None)
 
     async def save(self) -> None:
-        """Save what is in the slots."""
+        """Save what is in the slots. Raises TrainerLost."""
         for tenant in list(self._loaded.values()):
             async with self.hold(tenant) as trainer:
                 await tenant.leave(trainer)
@@ -162,18 +163,20 @@ class SampleSlots:
         """Responses continue on workers, but a worker that joins now needs their weights."""
         self._loaded.clear()
         for slot in self._slots:
-            if slot.users:
-                await self._bring(slot.name, self._wanted[slot.key])
+            if (folder := self._wanted.get(slot.key)) is not None:
+                with contextlib.suppress(WindfallError):  # a damaged folder: the next response of it says so
+                    await self._bring(slot.name, folder)
 
     @contextlib.asynccontextmanager
-    async def hold(self, key: str, folder: Path) -> AsyncIterator[str]:
-        """The policy that these weights are. Raises TrainerLost."""
+    async def hold(self, key: str, folder: Callable[[], Path]) -> AsyncIterator[str]:
+        """The policy that these weights are. `folder`: where they are, when they get a slot. Raises TrainerLost, and
+        WindfallError if they cannot be loaded."""
         async with self._freed:
             while (slot := self._slots.take(key)) is None:
                 await self._freed.wait()
         try:
-            self._wanted[key] = folder
-            await self._bring(slot.name, folder)
+            self._wanted[key] = folder()
+            await self._bring(slot.name, folder())
             yield slot.name
         finally:
             self._slots.release(key)

@@ -19,15 +19,20 @@ from windfall.tinker.calls import SampleCall, SampledSequence
 
 class FleetSampler:
     def __init__(
-        self, dispatch: Dispatch, *, stop: frozenset[int], decode: Callable[[Sequence[int]], str], context: int
-    ) -> None:
+        self, dispatch: Dispatch, *, stop: frozenset[int], decode: Callable[[Sequence[int]], str], context: int,
+        vocabulary: int,
+    ) -> None:  # fmt: skip
         """`stop`: token ids that end every response. `decode`: ids to text, special tokens included. `context`: most
-        tokens of prompt and response together."""
-        self._stop, self._decode, self._context = stop, decode, context
+        tokens of prompt and response together. `vocabulary`: token ids are below it."""
+        self._stop, self._decode = stop, decode
+        self._context, self._vocabulary = context, vocabulary
         self._responses = OwnResponses(dispatch)
 
     def check(self, call: SampleCall) -> str:
         """Why the call cannot be performed; "" if it can."""
+        wrong = next((id for id in (*call.prompt, *call.stop_ids) if not 0 <= id < self._vocabulary), None)
+        if wrong is not None:
+            return f"token {wrong} is not one of the model's {self._vocabulary}"
         room = self._context - len(call.prompt)
         if room < 1:
             return f"the prompt has {len(call.prompt)} tokens, but prompt and response have at most {self._context}"

@@ -66,7 +66,9 @@ class Store:
         self._reader.executescript(SCHEMA)
         self._check_format()
         self._loop = asyncio.get_running_loop()
-        self._failed: Exception | None = None
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Its exception says why nothing can be written any more."""
+        self._error: Exception | None = None
         self._writer = threading.Thread(target=self._write_all, name="tinker store", daemon=True)
         self._writer.start()
 
@@ -98,8 +100,8 @@ class Store:
         """Commit these statements together. The future is done when they are on disk; its error is that of the disk.
         Need not be awaited by who only wants the order."""
         done: asyncio.Future[None] = self._loop.create_future()
-        if self._failed is not None:
-            done.set_exception(self._failed)
+        if self._error is not None:
+            done.set_exception(self._error)
             return done
         self._queue.put(_Batch(statements, done))
         return done
@@ -135,23 +137,29 @@ class Store:
                 for sql, values in batch.statements:
                     connection.execute(sql, values)
             connection.execute("commit")
-        except sqlite3.Error as e:  # every batch after this one would be built on what was lost
+        except Exception as e:  # every batch after this one would be built on what was lost
             fix = "Free disk space, then `windfall resume`: no call that was answered is lost."
-            self._failed = errors.WindfallError(f"cannot be written: {e}", where=str(self.path), fix=fix)
-        self._loop.call_soon_threadsafe(self._tell, batches, self._failed)
+            self._error = errors.WindfallError(f"cannot be written: {e}", where=str(self.path), fix=fix)
+        self._loop.call_soon_threadsafe(self._tell, batches, self._error)
 
-    @staticmethod
-    def _tell(batches: Sequence[_Batch], error: Exception | None) -> None:
+    def _tell(self, batches: Sequence[_Batch], error: Exception | None) -> None:
+        if error is not None:
+            _fail(self.failed, error)
         for batch in batches:
-            if batch.done.cancelled():
-                continue
-            if error is None:
+            if error is not None:
+                _fail(batch.done, error)
+            elif not batch.done.done():
                 batch.done.set_result(None)
-            else:
-                batch.done.set_exception(error)
 
     async def close(self) -> None:
         """Write what is left."""
         self._queue.put(None)
         await asyncio.to_thread(self._writer.join, 30.0)
         self._reader.close()
+
+
+def _fail(future: asyncio.Future[None], error: Exception) -> None:
+    """Also if nobody waits for it."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # it counts as seen

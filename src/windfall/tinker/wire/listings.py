@@ -11,7 +11,7 @@ from windfall.tinker.wire.fields import SearchBody
 
 if TYPE_CHECKING:
     from windfall.tinker.model import Model
-    from windfall.tinker.service import Checkpoint, Session
+    from windfall.tinker.records import Checkpoint, Session
 
 PARTS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path that says what kind of weights these are, and the kind."""

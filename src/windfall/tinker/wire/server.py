@@ -30,8 +30,9 @@ from windfall.tinker.wire.intake import MAX_BODY_BYTES, Intake, zstd
 from windfall.tinker.wire.native import NativeRequests
 
 if TYPE_CHECKING:
+    from windfall.tinker.call_log import Entry
     from windfall.tinker.keys import Account
-    from windfall.tinker.service import Entry, TinkerService
+    from windfall.tinker.service import TinkerService
 
 API = "/api/v1"
 WAIT_S = 30.0
@@ -420,7 +421,7 @@ def _check_project(query: Mapping[str, str]) -> None:
 def _completion(entry: Entry) -> dict[str, Any]:
     if entry.failed:
         return {"state": "failed", "request_id": entry.id}
-    return {"state": "finished", "request_id": entry.id, "response_payload_uncompressed_size": len(entry.result)}
+    return {"state": "finished", "request_id": entry.id, "response_payload_uncompressed_size": entry.size}
 
 
 def _refusal(request: web.Request, error: Exception) -> Refusal:

@@ -1,0 +1,213 @@
+"""The calls of all clients and their results: in memory, and on disk before anybody is told.
+
+    add ──▶ open ── done ──▶ has a result ── retrieved ──▶ only on disk ── KEPT_S later ──▶ forgotten
+
+A call that is made again gets the entry of the first one, also after a restart. Results are read from disk once a
+client has retrieved them: an answer may have been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from windfall.tinker import calls as c
+from windfall.tinker.keys import Account
+from windfall.tinker.store import Statement, Store
+
+KEPT_S = 600.0
+"""Seconds for which a result is kept after it was retrieved."""
+CLONE = 1_000_000_000
+"""Numbers of the calls of a sampler's clone begin with a multiple of this."""
+COLUMNS = "id, account, model, sampler, seq, created, done, failed, body, length(result) as size"
+
+
+@dataclass(kw_only=True, eq=False)
+class Entry:
+    """A call and its outcome."""
+
+    id: str
+    account: str
+    model: str = ""
+    sampler: str = ""
+    seq: int = 0
+    call: c.Call | None = None
+    """None once it was performed and nothing will repeat it."""
+    created: float
+    done: float | None = None
+    failed: bool = False
+    result: bytes = b""
+    """Empty once it was retrieved."""
+    size: int = 0
+    """Bytes of the result."""
+    retrieved: float | None = None
+    why: str = ""
+    """What it waits for."""
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has a result."""
+    written: asyncio.Future[None] | None = None
+    """Done when it is on disk."""
+    task: asyncio.Task[None] | None = None
+
+
+class CallLog:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._entries: dict[str, Entry] = {}
+        self._open: Counter[str] = Counter()
+        """By account: calls without a result."""
+        self._completed: dict[tuple[str, int], list[Entry]] = defaultdict(list)
+        """By sampler and clone: calls that have a result, in the order of `done`."""
+        self._news: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._last_done = 0.0
+
+    def restore(self) -> list[Entry]:
+        """Read all calls. Returns those without a result, and those that a model may repeat, in their order."""
+        now, found = time.time(), list[Entry]()
+        for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
+            body, size, failed = row.pop("body"), row.pop("size"), bool(row.pop("failed"))
+            call = c.decode_call(body) if body else None
+            entry = Entry(**row, call=call, failed=failed, size=size or 0)
+            self._entries[entry.id] = entry
+            if entry.call is not None:
+                found.append(entry)
+            if entry.done is None:
+                self._open[entry.account] += 1
+                continue
+            entry.event.set()
+            entry.retrieved = now  # it may have been: clients ask at once, so they have KEPT_S for it
+            self._last_done = max(self._last_done, entry.done)
+            if entry.sampler:
+                self._completed[_key(entry)].append(entry)
+        for entries in self._completed.values():
+            entries.sort(key=_cursor)
+        return found
+
+    def get(self, id: str) -> Entry | None:
+        return self._entries.get(id)
+
+    def find(self, account: Account, id: str) -> Entry:
+        """A call of the account. Raises Refusal."""
+        entry = self._entries.get(id)
+        if entry is None or entry.account != account.name:
+            raise c.Refusal(410, f"there is no call {id!r}, or its result was retrieved long ago")
+        return entry
+
+    def of(self, owners: Iterable[str]) -> list[Entry]:
+        """Calls without a result of these models and samplers."""
+        wanted = set(owners)
+        return [e for e in self._entries.values() if e.done is None and (e.model in wanted or e.sampler in wanted)]
+
+    def open_calls(self, account: str) -> int:
+        """How many calls of an account have no result."""
+        return self._open[account]
+
+    def add(self, entry: Entry) -> None:
+        """A new call. It may be performed, but its id must not be told before `written`."""
+        self._entries[entry.id] = entry
+        self._open[entry.account] += 1
+        assert entry.call is not None
+        row = self._store.put(
+            "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
+            created=entry.created, done=None, failed=0, body=c.encode(entry.call), result=None,
+        )  # fmt: skip
+        entry.written = self._store.write(row)
+
+    def add_known(self, entry: Entry, result: c.Result) -> None:
+        """A call that is made again after its result was forgotten, and whose result is known otherwise."""
+        entry.result, entry.done = c.encode(result), time.time()
+        entry.size = len(entry.result)
+        entry.event.set()
+        self._entries[entry.id] = entry
+
+    async def done(
+        self, entry: Entry, result: c.Result | c.Failed, *statements: Statement, repeated: bool = False
+    ) -> None:
+        """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
+        entry.result, entry.failed = c.encode(result), isinstance(result, c.Failed)
+        entry.size = len(entry.result)
+        entry.done = self._last_done = max(time.time(), self._last_done + 2e-6)  # so that cursors differ
+        body = "body" if repeated else "null"
+        sql = f"update call set done = ?, failed = ?, result = ?, body = {body} where id = ?"
+        if not repeated:
+            entry.call = None
+        await self._store.write((sql, (entry.done, int(entry.failed), entry.result, entry.id)), *statements)
+        self._open[entry.account] -= 1
+        entry.event.set()
+        if entry.sampler:
+            self._completed[_key(entry)].append(entry)
+            self._news[_key(entry)].set()
+
+    async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.Failed | None:
+        """What came of a call; waits for it for at most `wait_s`. None: nothing yet."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await entry.event.wait()
+        if not entry.event.is_set():
+            return None
+        result = entry.result
+        for row in () if result else self._store.rows("select result from call where id = ?", entry.id):
+            result = row["result"]
+        return c.decode_failed(result) if entry.failed else c.Done(result=c.decode_result(result), size=entry.size)
+
+    def retrieved(self, account: Account, ids: Iterable[str]) -> None:
+        """The client has these results."""
+        for id in ids:
+            entry = self._entries.get(id)
+            if entry is not None and entry.account == account.name and entry.event.is_set():
+                entry.retrieved = entry.retrieved or time.time()
+                entry.result = b""
+
+    async def completions(self, sampler: str, clone: int, cursor: int, wait_s: float) -> tuple[int, list[Entry]]:
+        """Calls of a sampler that have had a result since the cursor, and the next cursor."""
+        key = (sampler, clone)
+        deadline = time.monotonic() + wait_s
+        while True:
+            news, entries = self._news[key], self._completed[key]
+            news.clear()
+            found = entries[bisect_right(entries, cursor, key=_cursor) :]
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return (_cursor(found[-1]) if found else cursor), found
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await news.wait()
+
+    def drop_sampler(self, sampler: str) -> None:
+        """Nobody will ask what the sampler has completed."""
+        for known in (self._completed, self._news):
+            for key in [key for key in known if key[0] == sampler]:
+                del known[key]
+
+    async def forget(self, gone: Callable[[Entry], bool]) -> None:
+        """Forget the calls that nobody will ask for any more. `gone`: whether the owner of a call is gone."""
+        now = time.time()
+        old = {entry.id for entry in self._entries.values() if _is_over(entry, now, gone)}
+        if not old:
+            return
+        for id in old:
+            del self._entries[id]
+        for key, entries in self._completed.items():
+            self._completed[key] = [entry for entry in entries if entry.id not in old]
+        await self._store.write(*(("delete from call where id = ?", (id,)) for id in old))
+
+
+def _is_over(entry: Entry, now: float, gone: Callable[[Entry], bool]) -> bool:
+    if entry.done is None or entry.call is not None:
+        return False
+    since = entry.retrieved if entry.retrieved is not None else entry.done if gone(entry) else now
+    return now - since > KEPT_S
+
+
+def _key(entry: Entry) -> tuple[str, int]:
+    return entry.sampler, entry.seq // CLONE
+
+
+def _cursor(entry: Entry) -> int:
+    """Grows with the time at which a call was done, also over restarts."""
+    return int((entry.done or 0.0) * 1e6)

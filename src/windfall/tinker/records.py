@@ -1,0 +1,94 @@
+"""What the server keeps of sessions, saved weights and samplers: objects, and their rows in the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windfall.tinker import calls as c
+from windfall.tinker.store import Statement, Store
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    id: str
+    account: str
+    created: float
+    seen: float
+    info: dict[str, Any]
+    """Tags, metadata, the client's version, and the name that it is shown with."""
+    ended: float | None = None
+
+    def row(self) -> Statement:
+        return Store.put(
+            "session", id=self.id, account=self.account, created=self.created, seen=self.seen, ended=self.ended,
+            info=json.dumps(self.info),
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Checkpoint:
+    """Weights that a client has saved under a name."""
+
+    path: str
+    account: str
+    model: str
+    kind: str
+    """training or sampler"""
+    created: float
+    folder: Path
+    bytes: int = 0
+    expires: float | None = None
+    public: bool = False
+    metadata: c.Metadata = field(default_factory=dict)
+
+    def row(self) -> Statement:
+        return Store.put(
+            "checkpoint", path=self.path, account=self.account, model=self.model, kind=self.kind, created=self.created,
+            expires=self.expires, bytes=self.bytes, public=int(self.public), folder=str(self.folder),
+            info=json.dumps(self.metadata),
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Checkpoint:
+        fields = {key: value for key, value in row.items() if key != "info"}
+        fields |= {"folder": Path(row["folder"]), "public": bool(row["public"])}
+        return cls(**fields, metadata=json.loads(row["info"]))
+
+
+@dataclass(kw_only=True, eq=False)
+class Sampler:
+    """What responses are sampled from: the base, saved weights, or the newest of a model's live weights."""
+
+    id: str
+    account: str
+    session: str
+    created: float
+    key: str = ""
+    """Of its slot: equal for samplers of the same weights. "" for the base."""
+    folder: Path | None = None
+    path: str = ""
+    """The saved weights; "" if they have no name, or for the base."""
+    base: str = ""
+    clones: int = 0
+
+    def newest(self) -> Path:
+        """Where its weights are now."""
+        assert self.folder is not None, f"{self.id} samples from the base"
+        return self.folder
+
+    def row(self) -> Statement:
+        weights = {"key": self.key, "folder": str(self.folder or ""), "path": self.path, "base": self.base}
+        return Store.put(
+            "sampler", id=self.id, account=self.account, session=self.session, created=self.created,
+            weights=json.dumps(weights), clones=self.clones,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Sampler:
+        fields = {key: value for key, value in row.items() if key != "weights"}
+        weights = json.loads(row["weights"])
+        return cls(**fields, **{**weights, "folder": Path(weights["folder"]) if weights["folder"] else None})

@@ -1,0 +1,242 @@
+"""The service with a trainer and a worker: results over kills, sessions that end, accounts, calls that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.support.tinker_service import ALICE, BOB, Client, Server, contents, tinker_server
+from windfall.tinker import calls as c
+from windfall.tinker.calls import Refusal
+
+IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
+WAIT_S = 250
+Script = Callable[[Server], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Script], None]]:
+    """Plays a script on a server, which all tests share."""
+    loop, folder = asyncio.new_event_loop(), tmp_path_factory.mktemp("server")
+    ready: Future[Server] = Future()
+    ended = asyncio.Event()
+
+    async def main() -> None:
+        async with tinker_server(folder / "run") as server:
+            ready.set_result(server)
+            await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    server = ready.result(WAIT_S)
+
+    async def run(script: Script) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await script(server)
+
+    yield lambda script: asyncio.run_coroutine_threadsafe(run(script), loop).result()
+    loop.call_soon_threadsafe(ended.set)
+    thread.join(WAIT_S)
+
+
+def compared(results: list[Any]) -> list[Any]:
+    """What must be equal, bit for bit."""
+    out: list[Any] = []
+    for result in results:
+        match result:
+            case c.Scored():
+                out.append((tuple(each.tobytes() for each in result.logprobs), result.metrics))
+            case c.Sampled():
+                out.append(result.sequences)
+            case c.Stepped():
+                out.append(result.metrics)
+            case _:
+                out.append(type(result))
+    return out
+
+
+async def nothing() -> None:
+    """No fault."""
+
+
+async def loop(client: Client, between: Callable[[], Awaitable[None]] = nothing) -> tuple[list[Any], dict[str, bytes]]:
+    """A training loop; `between` happens while its calls are performed. Returns its results and its weights."""
+    results: list[Any] = []
+    for step in range(3):
+        calls = [client.gradient(IDS[step]), client.gradient(IDS[step - 1]), client.update()]
+        if step == 1:
+            calls.append(client.next(c.SaveWeights, name="middle"))
+        entries = [await client.entry(call) for call in calls]
+        await between()
+        results += [await client.server.outcome(entry.id, client.account) for entry in entries]
+        saved = await client.result(client.next(c.SaveForSampler, sampler_seq=step))
+        entry = await client.entry(client.sample(saved.sampler))
+        await between()
+        results.append(await client.server.outcome(entry.id, client.account))
+    path = f"tinker://{client.model}/weights/middle"
+    results.append(await client.result(client.next(c.LoadWeights, path=path, optimizer=True)))
+    results += [await client.result(client.gradient(IDS[0])), await client.result(client.update())]
+    final = (await client.result(client.next(c.SaveWeights, name="final"))).path
+    return compared(results), contents(client.server.service.weights(client.account, final).folder)
+
+
+def test_kills_of_server_and_trainer_change_no_result(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        alone = await loop(await Client.open(server))
+        faults = [server.kill, server.lose_trainer, server.restart] * 2
+
+        async def between() -> None:
+            await faults.pop()()
+
+        assert await loop(await Client.open(server), between) == alone
+        assert not faults
+
+    play(script)
+
+
+def test_models_that_share_one_slot_are_as_if_each_was_alone(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        one, other = await Client.open(server), await Client.open(server, BOB)
+        assert server.service._train.full is False
+        found = await asyncio.gather(loop(one), loop(other))
+        assert found[0] == found[1] == await loop(await Client.open(server))
+
+    play(script)
+
+
+def test_session_without_a_sign_of_life_leaves_named_weights_only(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        service, client = server.service, await Client.open(server)
+        await client.result(client.gradient(IDS[0]))
+        await client.result(client.update())
+        await client.result(client.update())  # a checkpoint is due
+        unnamed = await client.result(client.next(c.SaveForSampler, sampler_seq=0))
+        await client.result(client.next(c.SaveForSampler, sampler_seq=1, live=True))
+        named = await client.result(client.next(c.SaveWeights, name="kept"))
+        model = service.models[client.model]
+        assert list(model.folder.glob("state-*"))
+        late = await client.entry(client.next(c.OptimStep, adam=client.update().adam))
+        waits = await client.entry(client.update())  # the number between them is missing
+        client.session.seen = 0.0
+        while client.session.id in service.sessions or not model.unloaded:
+            await asyncio.sleep(0.05)
+        assert isinstance(await server.outcome(late.id), c.Failed | c.Stepped)
+        failed = await server.outcome(waits.id)
+        assert "has ended" in failed.message
+        while len(left := [p for p in model.folder.rglob("*") if p.is_dir() and p.parent.parent == model.folder]) > 1:
+            await asyncio.sleep(0.05)
+        assert left == [service.weights(ALICE, named.path).folder]
+        assert not list(model.folder.glob("state-*"))
+        with pytest.raises(Refusal, match="has ended") as ended:
+            service.heartbeat(ALICE, client.session.id)
+        assert ended.value.status == 410
+        for call in (client.sample(unnamed.sampler), client.update()):
+            with pytest.raises(Refusal, match=r"has ended|was unloaded") as ended:
+                await service.submit(ALICE, call)
+            assert ended.value.status == 410
+        again = await service.create_session(ALICE)
+        create = c.CreateModel(session=again.id, seq=0, base="", path=named.path, optimizer=True)
+        assert (await server.result(create)).model == f"{again.id}:train:0"
+        await server.kill()
+        assert server.service.weights(ALICE, named.path).folder.is_dir()
+
+    play(script)
+
+
+def test_account_cannot_use_what_another_one_has(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        service, client, bob = server.service, await Client.open(server), await Client.open(server, BOB)
+        sampler = (await client.result(client.next(c.SaveForSampler, sampler_seq=0))).sampler
+        path = (await client.result(client.next(c.SaveWeights, name="own"))).path
+        entry = await client.entry(client.sample(sampler))
+        await server.outcome(entry.id)
+        attempts: list[Callable[[], Any]] = [
+            lambda: service.submit(BOB, client.update()),
+            lambda: service.submit(BOB, client.sample(sampler)),
+            lambda: service.submit(BOB, c.UnloadModel(model=client.model)),
+            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=1, base="tiny", lora=client.lora)),
+            lambda: service.submit(BOB, c.CreateModel(session=bob.session.id, seq=1, base="", path=path)),
+            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
+            lambda: service.outcome(BOB, entry.id, 0.0),
+            lambda: service.completions(BOB, sampler, 0, 0, 0.0),
+            lambda: service.create_sampler(BOB, bob.session.id, 7, path=path),
+            lambda: service.create_sampler(BOB, client.session.id, 7, base="tiny"),
+            lambda: service.join_sampler(BOB, sampler),
+            lambda: service.delete(BOB, path),
+            lambda: service.change(BOB, path, public=True),
+        ]
+        for attempt in attempts:
+            with pytest.raises(Refusal) as refused:
+                await attempt()
+            assert refused.value.status in (404, 410)
+        failed = await bob.result(bob.next(c.LoadWeights, path=path))
+        assert "there are no weights" in failed.message
+        held = await client.entry(client.sample(sampler, max_tokens=50))
+        await service.cancel(BOB, held.id)
+        service.retrieved(BOB, [entry.id])
+        assert entry.retrieved is None
+        assert isinstance(await server.outcome(held.id), c.Sampled)
+        assert client.session.id not in [s.id for s in service.sessions_of(BOB)]
+        assert client.model not in [m.id for m in service.models_of(BOB)]
+        assert path not in [p.path for p in service.checkpoints_of(BOB)]
+        await service.change(ALICE, path, public=True)
+        assert isinstance(await bob.result(bob.next(c.LoadWeights, path=path)), c.ModelReady)
+        with pytest.raises(Refusal, match="belongs to another account"):
+            await service.delete(BOB, path)
+
+    play(script)
+
+
+def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        service, client = server.service, await Client.open(server)
+        known, context = service.terms.vocabulary, service.terms.context
+        for call, why in (
+            (client.gradient([5, known, 7]), f"token {known} is not one"),
+            (client.gradient([5, 6, 7], [6, known + 5]), f"token {known + 5} is not one"),
+            (client.gradient([5] * (context + 1)), "more than the context"),
+            (client.next(c.LoadWeights, path="tinker://nobody/weights/x"), "there are no weights"),
+            (client.next(c.SaveWeights, name="../up"), "is no name"),
+            (client.next(c.Refused, message="so says the wire"), "so says the wire"),
+        ):
+            failed = await client.result(call)
+            assert isinstance(failed, c.Failed)
+            assert why in failed.message
+        sampler = (await service.create_sampler(ALICE, client.session.id, 5, base="tiny")).id
+        for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
+            with pytest.raises(Refusal, match=r"is not one of|at most") as refused:
+                await service.submit(ALICE, client.sample(sampler, prompt, **options))
+            assert refused.value.status == 400
+        for rank in (0, -1, 1 << 40):
+            create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=c.LoraSpec(rank=rank))
+            with pytest.raises(Refusal, match="rank"):
+                await service.submit(ALICE, create)
+        assert isinstance(await client.result(client.gradient(IDS[0])), c.Scored)
+        assert not server.running.done()
+
+    play(script)
+
+
+def test_many_calls_that_sample_wait_in_one_queue(play: Callable[[Script], None]) -> None:
+    async def script(server: Server) -> None:
+        client = await Client.open(server)
+        sampler = (await server.service.create_sampler(ALICE, client.session.id, 0, base="tiny")).id
+        calls = [client.sample(sampler, n=1, max_tokens=1, stop_texts=("never",) * (n % 2)) for n in range(600)]
+        entries = await asyncio.gather(*map(client.entry, calls))
+        assert len({entry.id for entry in entries}) == 600
+        seen, cursor = set[str](), 0
+        while len(seen) < 600:
+            cursor, done = await server.service.completions(ALICE, sampler, 0, cursor, 5.0)
+            assert seen.isdisjoint(entry.id for entry in done)
+            seen |= {entry.id for entry in done}
+        assert server.service._calls.open_calls("alice") == 0
+        server.service.retrieved(ALICE, list(seen))
+        assert not any(entry.result for entry in entries)
+        assert isinstance(await server.outcome(entries[0].id), c.Sampled)  # from disk
+
+    play(script)

@@ -13,12 +13,15 @@ loaded as its base model with the adapter merged into it, so everything that tak
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, nearest
+from windfall.models import multimodal
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
@@ -60,10 +63,22 @@ def resolve(name: str) -> Path | str:
     raise WindfallError(f"no model {name!r}", fix=fix)
 
 
+def check_kind(name: str) -> None:
+    """Refuse a model that reads more than text, as far as its config.json is on this machine. Uses no network."""
+    where = resolve(name)
+    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+        check_kind(adapter_base(where))
+        return
+    file = where / "config.json" if isinstance(where, Path) else _cached_config(where)
+    with contextlib.suppress(OSError, ValueError):  # loading it reports that
+        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        multimodal.refuse(config, name)
+
+
 def load(name: str, *, dtype: str, device: str) -> Any:
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
     from transformers.utils import logging
 
     from windfall.models import attention
@@ -73,6 +88,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     if isinstance(where, Path) and adapter_folder.is_adapter(where):
         return _load_merged(where, dtype=dtype, device=device)
     try:
+        multimodal.refuse(PreTrainedConfig.get_config_dict(where)[0], name)
         read: Any = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=getattr(torch, dtype),
@@ -80,6 +96,8 @@ def load(name: str, *, dtype: str, device: str) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    except WindfallError:
+        raise
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
     except Exception as e:  # fault boundary: foreign model code; some models support only their own attention
@@ -188,20 +206,21 @@ def fetch(name: str) -> Path | str:
 def preparation(name: str) -> str:
     """What the first load of this model does beyond loading it, for people who wait. Empty: nothing."""
     where = resolve(name)
-    if isinstance(where, str) and not _is_cached(where):
+    if isinstance(where, str) and _cached_config(where) is None:
         return f"downloading {where} from the Hugging Face hub into its cache: once"
     return ""
 
 
-def _is_cached(name: str) -> bool:
-    """Whether the hub's cache has this model, or a part of it."""
+def _cached_config(name: str) -> Path | None:
+    """config.json of this model in the hub's cache. None: the cache does not have the model."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        found = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # not a valid id; loading it reports that
-        return True
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def hub_refusal(name: str, error: BaseException) -> WindfallError | None:

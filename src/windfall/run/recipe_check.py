@@ -26,7 +26,8 @@ from windfall.run import worker_sources
 from windfall.weights import adapter_folder
 
 CHECKED = (
-    "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates, fleet"
+    "all keys, that the model's folder exists and is that of a text model, two calls to the environment, trace, "
+    "certificates, fleet"
 )
 NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory, and prompts into its context"
 GENERATED_TRACE_S = 24 * 3600.0
@@ -37,7 +38,7 @@ def check(recipe: Recipe) -> str:
     """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment, and about
     the policies if there are several."""
     for name in recipe.names():
-        check_adapter(recipe.of(name))
+        check_model(recipe.of(name))
         _check_group_size(recipe.of(name))
     if recipe.run.device.startswith("cuda"):
         from windfall import devices
@@ -87,15 +88,15 @@ def _check_engine(recipe: Recipe) -> None:
         raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
 
 
-def check_adapter(recipe: Recipe) -> None:
-    """Refuse a model that is not there, and a section [train.lora] that does not fit it, as far as files show it."""
-    where, lora = load.resolve(recipe.model.path), recipe.train.lora
-    if lora is None:
-        return
-    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+def check_model(recipe: Recipe) -> None:
+    """Refuse a model that is not there or reads more than text, and a section [train.lora] that does not fit it, as far
+    as files show it."""
+    where = load.resolve(recipe.model.path)
+    if recipe.train.lora is not None and isinstance(where, Path) and adapter_folder.is_adapter(where):
         what = "this model is an adapter itself, and [train.lora] would train another one on top of it"
         fix = "Set train.lora.path to this folder and model.path to its base, or merge it first: windfall export"
         raise WindfallError(what, where=f"model.path = {recipe.model.path}", fix=fix)
+    load.check_kind(recipe.model.path)
 
 
 def _check_group_size(recipe: Recipe) -> None:

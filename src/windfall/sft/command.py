@@ -39,7 +39,7 @@ def sft(
 def supervised(recipe: Recipe, data: Path | None) -> Recipe:
     """The recipe of a supervised run: with its data and number of steps, without workers and environment. Raises
     WindfallError if the data cannot be used."""
-    from windfall.run.recipe_check import check_adapter
+    from windfall.run.recipe_check import check_model
     from windfall.sft import files, rows
 
     if recipe.policies:
@@ -50,7 +50,7 @@ def supervised(recipe: Recipe, data: Path | None) -> Recipe:
     section = recipe.sft.model_copy(update={"path": data} if data is not None else {})
     if section.path is None:
         raise WindfallError("no data", where="sft.path", fix="Give a file: windfall sft DATA.jsonl")
-    check_adapter(recipe)
+    check_model(recipe)
     changed = recipe.model_copy(update={"sft": section})
     (_, train), _ = files.read(changed)
     steps = section.epochs * rows.steps_per_epoch(len(train), section.batch)

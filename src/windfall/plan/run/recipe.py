@@ -186,6 +186,7 @@ def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
     if path not in load.NAMED and not Path(path).expanduser().is_dir():
         return find_model(path)[1]
+    load.check_kind(path)
     file = Path(load.resolve(path)) / "config.json"
     try:
         c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

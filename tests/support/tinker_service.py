@@ -63,7 +63,7 @@ class Server:
     async def start(self) -> None:
         loop = TinkerLoop(load_recipe(self.folder / "recipe.toml"), self.folder)
         text = Text(tokenizer.load(folders.policy_folder(self.folder, BASE) / "tokenizer"))
-        self.service = await self._stack.enter_async_context(loop.service(self.run.life, text))
+        self.service = await self._stack.enter_async_context(loop.service(self.run.life, lambda policy: text))
         self.running = asyncio.create_task(self.service.run())
 
     async def kill(self) -> None:

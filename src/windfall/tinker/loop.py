@@ -42,7 +42,7 @@ class TinkerLoop:
     async def run(self, life: ControllerLife, text: Callable[[str], Text]) -> CheckpointState:
         """Answer clients until the run is stopped."""
         try:
-            async with self.service(life, text(BASE)) as service:
+            async with self.service(life, text) as service:
                 server, host = TinkerServer(service), self.section.host
                 port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.")
                 try:
@@ -58,7 +58,7 @@ class TinkerLoop:
         return CheckpointState(step=0, next_task=0)
 
     @contextlib.asynccontextmanager
-    async def service(self, life: ControllerLife, text: Text) -> AsyncIterator[TinkerService]:
+    async def service(self, life: ControllerLife, text: Callable[[str], Text]) -> AsyncIterator[TinkerService]:
         """What the server asks, continued from the store."""
         self._life = life
         life.dispatch.journal = None  # a call that has no result is performed again as a whole
@@ -74,7 +74,7 @@ class TinkerLoop:
             await trainers.ready()
             service = TinkerService(
                 self.folder / "tinker", store, keys.load(self.section.accounts, self.folder), self._terms(), trainers,
-                train, sample, self._sampler(text), base_policy=BASE, save_updates=self.section.save_updates,
+                train, sample, self._sampler(text(BASE)), base_policy=BASE, save_updates=self.section.save_updates,
                 log=life.events.instant, progress=lambda calls: life.events.scalar("tinker", step=calls),
             )  # fmt: skip
             service.restore()

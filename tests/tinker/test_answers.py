@@ -26,6 +26,9 @@ def test_log_probs_of_each_target_come_back_with_the_metrics() -> None:
     assert [out["logprobs"].tolist() for out in output.loss_fn_outputs] == [[-0.5, -1.25], [-2.0]]
     assert [out["logprobs"].shape for out in output.loss_fn_outputs] == [[2], [1]]
     assert output.loss_fn_outputs[0]["logprobs"].dtype == "float32"
+    several = c.Scored(logprobs=(np.array([-1.0, -2.0, -3.0, -4.0]),), metrics={}, width=2)
+    (found,) = deserialize_forward_backward_output(message(several)).loss_fn_outputs
+    assert found["logprobs"].shape == [2, 2]
 
 
 def test_results_of_several_requests_are_joined_by_the_sdk() -> None:

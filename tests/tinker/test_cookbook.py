@@ -149,6 +149,8 @@ RECIPES = (
     Recipe("preference.dpo.train", "batch_size=8 max_steps=2", "dpo_loss"),
     Recipe("prompt_distillation.train", "file_path=conversations.jsonl batch_size=8 max_steps=2", LOSS),
     Recipe("distillation.on_policy_distillation", f"teacher_model={MODEL} groups_per_batch=4 {SHORT}", "teacher_kl"),
+    # its own evaluation fails: the cookbook gives it batches of another kind
+    Recipe("sdft.train", f"groups_per_batch=4 {SHORT} eval_every=0", "sdft/mean_teacher_entropy"),
     Recipe("multiplayer_rl.guess_number.train", f"batch_size=2 group_size=4 {SHORT} eval_every=0", REWARD),
     Recipe("multiplayer_rl.twenty_questions.train", f"batch_size=2 group_size=2 {SHORT} eval_every=0", REWARD),
     Recipe(

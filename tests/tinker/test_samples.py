@@ -94,6 +94,18 @@ def test_other_targets_than_the_next_tokens_become_labels() -> None:
     assert sample.labels.tolist() == [9, 8]
 
 
+def test_several_targets_of_a_position() -> None:
+    weights = np.array([[0.75, 0.25], [0.5, 0.5]], np.float32)
+    call = samples.forward_call(body([datum([5, 6], target_tokens=np.array([[6, 9], [7, 8]]), weights=weights)]))
+    assert isinstance(call, c.ForwardBackward)
+    (sample,) = call.samples
+    assert (call.width, sample.ids[:2], sample.targets) == (2, (5, 6), (1, 1, 2, 2))
+    assert sample.labels is not None
+    assert sample.labels.tolist() == [6, 9, 7, 8]
+    assert sample.advantages is not None
+    assert sample.advantages.tolist() == [0.75, 0.25, 0.5, 0.5]
+
+
 def test_calls_survive_the_journal() -> None:
     call = samples.forward_call(body([datum([5, 6], target_tokens=[9, 8], weights=[0.25, 1.0])]))
     again = c.decode_call(c.encode(call))
@@ -112,8 +124,13 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     image = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=1)
     seen = tinker.Datum(model_input=tinker.ModelInput(chunks=[image]), loss_fn_inputs={"target_tokens": [2]})
     top = datum([1, 2], target_tokens=np.array([[2, 3], [3, 4]]))
+    short = datum([1, 2], target_tokens=np.array([[2, 3]]))
+    matrices = {"logprobs": np.ones((2, 2), np.float32), "advantages": np.ones((2, 2), np.float32)}
+    ranked = datum([1, 2], target_tokens=np.array([[2, 3], [3, 4]]), **matrices)
     assert refused([seen]).startswith("data[0].model_input[0]: 'image' is not supported")
-    assert "data[0].target_tokens: it has the shape 2x2" in refused([top])
+    assert "data[0].target_tokens: it has the shape 2x2. Give one token" in refused([ranked], "ppo")
+    assert refused([short]) == "data[0].target_tokens: it has the shape 1x2, but expected 2x2"
+    assert refused([top, plain]).startswith("data: 2 and 1 targets per position in one call")
     assert "loss_fn: 'gspo' is not supported. Instead, use importance_sampling" in refused([plain], "gspo")
     assert "loss_fn: 'stable_reinforce' is not supported" in refused([plain], "stable_reinforce")
     assert "forward_backward_custom" in refused([plain], "custom", {"loss_id": "x"})

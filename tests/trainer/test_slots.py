@@ -224,6 +224,24 @@ def test_labels_are_the_tokens_that_are_trained() -> None:
         check_given(given(sample.ids, (1, 2), (1.0, 1.0), (), (3,)), CROSS_ENTROPY, "sample 0")
 
 
+def test_several_targets_of_a_position_are_as_many_samples() -> None:
+    """Their weights add up, also in fast training, which writes the gradient of each row by itself."""
+    made, (sample,) = slots(), draw(1, 1)
+    t0, t1 = made["t0"], made["t1"]
+    t0.load(new(4))
+    t1.load(new(4))
+    size, rng = len(sample.targets), np.random.default_rng(2)
+    labels, weights = rng.integers(3, 60, (size, 3)), rng.uniform(size=(size, 3))
+    positions = np.repeat(sample.targets, 3).tolist()
+    together = given(sample.ids, positions, weights.ravel(), (), labels.ravel())
+    alone = [given(sample.ids, sample.targets, weights[:, n], (), labels[:, n]) for n in range(3)]
+    (logprobs,) = t0.forward_backward([together], CROSS_ENTROPY)
+    apart = t1.forward_backward(alone, CROSS_ENTROPY)
+    np.testing.assert_allclose(logprobs.reshape(size, 3), np.stack(apart, 1), rtol=1e-5)
+    norms = [t0.optim_step(ADAM).grad_norm, t1.optim_step(ADAM).grad_norm]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def rewrite_checksums(folder: Path) -> None:
     (folder / checkpoint.CHECKSUMS).unlink()
     checkpoint.write_checksums(folder)

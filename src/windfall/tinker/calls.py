@@ -71,6 +71,8 @@ class Forward(CallBase, frozen=True):
     seq: int
     samples: tuple[Sample, ...]
     loss: Loss
+    width: int = 0
+    """Targets of each position: they stand together, and log-probs are a matrix. 0: one, and they are a list."""
 
 
 class ForwardBackward(CallBase, frozen=True):
@@ -78,6 +80,8 @@ class ForwardBackward(CallBase, frozen=True):
     seq: int
     samples: tuple[Sample, ...]
     loss: Loss
+    width: int = 0
+    """Targets of each position: they stand together, and log-probs are a matrix. 0: one, and they are a list."""
 
 
 class OptimStep(CallBase, frozen=True):
@@ -164,6 +168,8 @@ class Scored(CallBase, frozen=True):
     logprobs: tuple[np.ndarray, ...]
     """Of each sample: the log-prob of each of its targets (float64)."""
     metrics: dict[str, float]
+    width: int = 0
+    """That of the call."""
 
 
 class Stepped(CallBase, frozen=True):

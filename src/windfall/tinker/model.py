@@ -107,11 +107,11 @@ class Model:
                 logprobs = tuple(np.zeros(0) if s.old is None else s.old for s in scored)
                 pairs = zip(call.samples, logprobs, strict=True)
                 loss = sum(call.loss.value(s.tokens(logp)) for s, logp in pairs)
-                return c.Scored(logprobs=logprobs, metrics={"loss:sum": loss})
+                return c.Scored(logprobs=logprobs, metrics={"loss:sum": loss}, width=call.width)
             case c.ForwardBackward():
                 done = await self._change(trainer, call)
                 assert isinstance(done, Gradient)
-                return c.Scored(logprobs=done.logprobs, metrics={"loss:sum": done.loss})
+                return c.Scored(logprobs=done.logprobs, metrics={"loss:sum": done.loss}, width=call.width)
             case c.OptimStep():
                 report = await self._change(trainer, call)
                 assert isinstance(report, Report)

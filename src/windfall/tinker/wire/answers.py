@@ -56,7 +56,10 @@ def _scored(result: Scored) -> bytes:
     logprobs = [np.asarray(values, "<f4") for values in result.logprobs]
     ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
     data = b"".join(values.tobytes() for values in logprobs)
-    tensor = messages.new("BatchedTensor", data=data, offsets=ends.tobytes(), dtype=messages.FLOAT32)
+    shape = [result.width] if result.width else []
+    tensor = messages.new(
+        "BatchedTensor", data=data, offsets=ends.tobytes(), dtype=messages.FLOAT32, trailing_shape=shape
+    )
     fields = [messages.new("NamedArrays", key="logprobs", value=tensor)]
     record = messages.new("ArrayRecord", type_tag="ArrayRecord", fields=fields, num_datums=len(logprobs))
     metrics = [messages.new("Metric", key=key, value=value) for key, value in result.metrics.items()]

@@ -3,16 +3,18 @@
     model_input      x_0 x_1 ... x_(N-1)         ids of the sample: x_0 ... x_(N-1) y_(N-1)
     target_tokens    y_0 y_1 ... y_(N-1)         targets: all positions 1 ... N
 
-y_i is the token whose log-prob is wanted after x_0 ... x_i. Mostly it is x_(i+1); otherwise, the sample has labels. The
-other inputs of a loss have one number per target: `weights` of cross entropy, and `advantages` and `logprobs` (of the
-policy that sampled) of the others.
+y_i is the token whose log-prob is wanted after x_0 ... x_i. Mostly it is x_(i+1); else the sample has labels. With
+cross entropy, y_i may be several tokens, as many for each i: the sample has each position so many times. The other
+inputs of a loss have one number per target: `weights` of cross entropy, and `advantages` and `logprobs` (of the policy
+that sampled) of the others.
 
 What is refused here fails in its turn (calls.Refused): the SDK goes on with the next number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -56,13 +58,17 @@ def forward_call(data: bytes) -> Forward | ForwardBackward | Refused:
         raise Refusal(400, "the body has no model_id, or no seq_id from 1 on")
     try:
         loss = _loss(request)
-        samples = tuple(_sample(datum, loss, f"data[{n}]") for n, datum in enumerate(request.data))
-        if not samples:
+        read = [_sample(datum, loss, f"data[{n}]") for n, datum in enumerate(request.data)]
+        if not read:
             raise Refusal(400, "data: it is empty. Send at least one datum.")
+        samples, (width, *others) = tuple(sample for sample, _ in read), dict.fromkeys(width for _, width in read)
+        if others:
+            what = f"data: {max(1, width)} and {max(1, others[0])} targets per position in one call"
+            raise Refusal(400, f"{what}. Send them in calls of their own.")
     except Refusal as e:
         return Refused(model=request.model_id, seq=request.seq_id, message=str(e))
     kind = Forward if request.forward_only else ForwardBackward
-    return kind(model=request.model_id, seq=request.seq_id, samples=samples, loss=loss)
+    return kind(model=request.model_id, seq=request.seq_id, samples=samples, loss=loss, width=width)
 
 
 def _loss(request: Any) -> Loss:
@@ -90,7 +96,8 @@ def _loss(request: Any) -> Loss:
     return loss
 
 
-def _sample(datum: Any, loss: Loss, where: str) -> Sample:
+def _sample(datum: Any, loss: Loss, where: str) -> tuple[Sample, int]:
+    """The sample of a datum, and how many targets its positions have. 0: one."""
     inputs = {entry.key: entry.value for entry in datum.loss_fn_inputs}
     needed = {TARGETS, ADVANTAGES, BEHAVIOR} if loss.needs_behavior else {TARGETS}
     allowed = needed if loss.needs_behavior else {TARGETS, WEIGHTS}
@@ -101,18 +108,34 @@ def _sample(datum: Any, loss: Loss, where: str) -> Sample:
     if missing := sorted(needed - inputs.keys()):
         raise Refusal(400, f"{where}.loss_fn_inputs: {loss.name} needs {' and '.join(missing)}")
     tokens = _model_input(datum, where)
-    targets = _numbers(inputs[TARGETS], len(tokens), f"{where}.{TARGETS}")
+    width = _width(inputs[TARGETS], loss, f"{where}.{TARGETS}")
+    shape = (len(tokens), width) if width else (len(tokens),)
+    targets = _numbers(inputs[TARGETS], shape, f"{where}.{TARGETS}")
     if targets.dtype.kind != "i" or targets.min() < 0 or targets.max() >= MAX_TOKEN:
         raise Refusal(400, f"{where}.{TARGETS}: expected token ids, which are integers from 0 on")
-    size = len(targets)
-    advantages = np.ones(size)
+    advantages = np.ones(len(targets))
     for key in (WEIGHTS, ADVANTAGES):
         if key in inputs:
-            advantages = _numbers(inputs[key], size, f"{where}.{key}")
-    behavior = _numbers(inputs[BEHAVIOR], size, f"{where}.{BEHAVIOR}") if BEHAVIOR in inputs else ()
-    labels = None if np.array_equal(targets[:-1], tokens[1:]) else targets
+            advantages = _numbers(inputs[key], shape, f"{where}.{key}")
+    behavior = _numbers(inputs[BEHAVIOR], shape, f"{where}.{BEHAVIOR}") if BEHAVIOR in inputs else ()
+    labels = None if not width and np.array_equal(targets[:-1], tokens[1:]) else targets
     ids = [*tokens.tolist(), int(targets[-1])]
-    return given(ids, range(1, size + 1), advantages, behavior, labels)
+    positions = np.repeat(np.arange(1, len(tokens) + 1), max(1, width))
+    return given(ids, positions.tolist(), advantages, behavior, labels), width
+
+
+def _width(tensor: Any, loss: Loss, where: str) -> int:
+    """How many targets each position has, if there is a row for each; otherwise 0. Raises Refusal."""
+    if len(tensor.shape) < 2:
+        return 0
+    if loss.needs_behavior or len(tensor.shape) > 2 or tensor.shape[1] < 1:
+        fix = "Give one token for each of model_input; with cross_entropy, also several for each."
+        raise Refusal(400, f"{where}: it has the shape {_shape(tensor.shape)}. {fix}")
+    return int(tensor.shape[1])
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(str(n) for n in shape)
 
 
 def _model_input(datum: Any, where: str) -> np.ndarray:
@@ -131,19 +154,20 @@ def _model_input(datum: Any, where: str) -> np.ndarray:
     return tokens
 
 
-def _numbers(tensor: Any, size: int, where: str) -> np.ndarray:
-    """A tensor with one number per token of the input. Raises Refusal."""
-    if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
-        shape = "x".join(str(n) for n in tensor.shape)
-        what = f"{where}: it has the shape {shape}, but several targets per position are not supported"
-        raise Refusal(400, f"{what}. Give one number per token of model_input.")
+def _numbers(tensor: Any, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """The numbers of a tensor of this shape: one, or one row, per token of the input. Raises Refusal."""
+    if tensor.HasField("sparse_csr"):
+        raise Refusal(400, f"{where}: sparse tensors are not supported. Send a dense one.")
+    if len(tensor.shape) > 1 and tuple(tensor.shape) != shape:
+        raise Refusal(400, f"{where}: it has the shape {_shape(tensor.shape)}, but expected {_shape(shape)}")
     if tensor.dtype not in _TYPES:
         raise Refusal(400, f"{where}: unknown type {tensor.dtype} of its numbers")
     values = _raw(tensor.dense, _TYPES[tensor.dtype], where)
     if tensor.dtype == messages.BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    if len(values) != size:
-        raise Refusal(400, f"{where}: it has {len(values)} numbers for {size} tokens of model_input")
+    if len(values) != math.prod(shape):
+        many = f"{_shape(shape)} targets" if len(shape) > 1 else f"{shape[0]} tokens of model_input"
+        raise Refusal(400, f"{where}: it has {len(values)} numbers for {many}")
     if not np.isfinite(values).all():
         raise Refusal(400, f"{where}: a number is not finite")
     return values

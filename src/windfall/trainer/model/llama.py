@@ -192,7 +192,7 @@ class _FinalNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight, wanted), (count, eps, ops, gradients), grad = ctx.saved_tensors, ctx.rest, grads[0]
         back, _, norm_grad = ops.rms_norm_backward(grad, x, weight, eps, None)
-        dx = grad.new_zeros(count, grad.shape[1]).index_copy_(0, wanted, back)
+        dx = grad.new_zeros(count, grad.shape[1]).index_add_(0, wanted, back)  # a row may be wanted several times
         return dx, gradients.add(weight, norm_grad), None, None, None, None
 
 

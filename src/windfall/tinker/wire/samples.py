@@ -166,7 +166,7 @@ def _numbers(tensor: Any, shape: tuple[int, ...], where: str) -> np.ndarray:
     if tensor.dtype == messages.BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     if len(values) != math.prod(shape):
-        many = f"{_shape(shape)} targets" if len(shape) > 1 else f"{shape[0]} tokens of model_input"
+        many = f"{_shape(shape)} targets" if len(shape) > 1 else f"{_shape(shape)} tokens of model_input"
         raise Refusal(400, f"{where}: it has {len(values)} numbers for {many}")
     if not np.isfinite(values).all():
         raise Refusal(400, f"{where}: a number is not finite")

@@ -105,6 +105,11 @@ class Client:
         self._samplers += 1
         return self._samplers - 1
 
+    async def usage(self) -> dict[str, float]:
+        """What the account has used: `usd`, and its limit `max_usd` (0: none); tokens; seconds of the trainer and
+        of workers."""
+        return await self.request("GET", "windfall/usage")
+
     async def perform(self, call: c.Call) -> c.Result:
         """Make a call, and wait for its result. Raises WindfallError if it fails."""
         accepted = await self.request("POST", "windfall/call", c.encode(call))

@@ -48,6 +48,9 @@ class ScriptedLoop:
             await asyncio.gather(offering, return_exceptions=True)
         return CheckpointState(step=life.recipe.run.steps, next_task=0)
 
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
 
 class Processes:
     def __init__(self, folder: Path) -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ssl import SSLContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,9 @@ class MemoryService:
         if key != KEY:
             raise Refusal(401, "this API key is not one of the server's")
         return SimpleNamespace(name="default")
+
+    def usage(self, account: Any) -> dict[str, float]:
+        return {"usd": 1.5, "calls": float(len(self.submitted))}
 
     async def create_session(self, account: Any, *, tags: Any, metadata: Any, sdk: str, name: str) -> Any:
         info = {"tags": tags, "metadata": metadata or {}, "sdk": sdk, "name": name}
@@ -235,8 +239,8 @@ class ServedMemory:
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[ServedMemory]:
-    """A server with such a service. `options`: of the server."""
+def served(context: SSLContext | None = None, **options: Any) -> Iterator[ServedMemory]:
+    """A server with such a service, with TLS if there is a context. `options`: of the server."""
     found, ready, loop = ServedMemory(), threading.Event(), asyncio.new_event_loop()
     over: asyncio.Event
 
@@ -244,7 +248,8 @@ def served(**options: Any) -> Iterator[ServedMemory]:
         nonlocal over
         over, found.service = asyncio.Event(), MemoryService()
         server: Any = TinkerServer(found.service, **options)  # pyright: ignore[reportArgumentType]
-        found.url = f"http://127.0.0.1:{await server.listen('127.0.0.1', 0, '')}"
+        port = await server.listen("127.0.0.1", 0, "", context)
+        found.url = f"{'https' if context else 'http'}://127.0.0.1:{port}"
         ready.set()
         await over.wait()
         await server.stop_listening()

@@ -41,6 +41,7 @@ def test_the_verbs_of_a_model(memory: ServedMemory) -> None:
             assert (await policy.optim_step(adam=Adam(lr=0.5), id="d")).lr == 0.5
             assert (await policy.publish(id="e")).version == 2
             assert (await policy.save(id="step 3/weights")).endswith("step-3-weights")
+            assert await client.usage() == {"usd": 1.5, "calls": len(memory.service.submitted)}
 
     asyncio.run(run())
 

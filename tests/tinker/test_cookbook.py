@@ -102,7 +102,7 @@ def _ready(server: subprocess.Popen[bytes], run: Path, log: Path) -> str:
         if (run / "events.jsonl").is_file():
             for event in read(run / "events.jsonl"):
                 if event["name"] == "tinker_ready":
-                    return str(event["url"])
+                    return str(event["serves"])
         time.sleep(0.2)
     raise AssertionError(f"the server was not ready after {START_S} s:\n{log.read_text()[-4000:]}")
 

@@ -37,6 +37,42 @@ def test_limits_of_an_account(tmp_path: Path) -> None:
     found.check_calls(bob)
 
 
+def test_an_account_over_its_budget_makes_no_more_calls(tmp_path: Path) -> None:
+    file = tmp_path / "accounts.toml"
+    file.write_text('[alice]\nkey = "tml-alice-0123"\nmax_usd = 2\n')
+    found = keys.load(file, tmp_path)
+    found.usd = lambda account: 2.5
+    alice = found.account("tml-alice-0123")
+    for check in (found.check_calls, lambda account: found.check_models(account, 0)):
+        with pytest.raises(Refusal, match=r"has used \$2.50, and its limit is \$2.00") as e:
+            check(alice)
+        assert e.value.status == 402
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "accounts.toml"
+    alice, bob = '[alice]\nkey = "tml-alice-0123"\n', '[bob]\nkey = "tml-bob-012345"\n'
+    file.write_text(alice)
+    found = keys.load(file, tmp_path)
+    assert not found.read_again()
+    file.write_text(alice + bob)
+    assert found.read_again()
+    assert found.account("tml-bob-012345").name == "bob"
+    file.write_text(bob + "[carol")
+    with pytest.raises(WindfallError, match="cannot be read"):
+        found.read_again()
+    assert not found.read_again()  # it was reported
+    assert found.names == ["alice", "bob"]
+    file.write_text(bob + "models = 2\n")
+    assert found.read_again()
+    with pytest.raises(Refusal):
+        found.account("tml-alice-0123")
+    file.unlink()
+    with pytest.raises(WindfallError, match="No such file"):
+        found.read_again()
+    assert found.account("tml-bob-012345").models == 2
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

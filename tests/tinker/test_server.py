@@ -7,11 +7,15 @@ import pickle
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.certificates import self_signed
 from tests.support.tinker_memory import BASE, KEY, ServedMemory, served
+from windfall.link import tls
+from windfall.recipe.fleet import Fleet
 from windfall.tinker import calls as c
 from windfall.tinker.wire import server as wire
 
@@ -182,3 +186,14 @@ def test_sessions_can_be_searched(memory: ServedMemory) -> None:
         found.close("success").result(30)
     assert search(display_name="apple") == []
     assert rest.get_session(ids[0]).future().exception(30).status_code == 410
+
+
+def test_keys_do_not_travel_in_clear_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = self_signed(tmp_path)
+    with served(tls.server_context(Fleet(tls_cert=cert, tls_key=key))) as memory:
+        assert memory.url.startswith("https://")
+        with pytest.raises(tinker.APIConnectionError):
+            tinker.RestClient(base_url=memory.url, api_key=KEY).list_sessions().result(30)
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        found = tinker.RestClient(base_url=memory.url, api_key=KEY).list_sessions().result(30)
+    assert found.sessions == []

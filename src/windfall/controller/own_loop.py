@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from windfall.parts import ProgramPart
 
@@ -20,6 +20,10 @@ class OwnLoop(Protocol):
     async def run(self, life: ControllerLife, text: Callable[[str], Text]) -> CheckpointState:
         """Make all steps that are left, or those until `life.stop` is set. Returns the state that was reached and
         saved. `text` is called for a policy once its trainer has connected."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """What it adds to fleet.json."""
         ...
 
 

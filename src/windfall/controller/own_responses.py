@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
@@ -22,12 +22,18 @@ class OwnResponses:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By id of a response that is being generated."""
 
-    async def generate(self, group: str, episodes: Sequence[Episode], stops: StopStrings | None = None) -> None:
-        """Generate these responses to one prompt. Canceled: no worker goes on with them."""
+    async def generate(
+        self, group: str, episodes: Sequence[Episode], stops: StopStrings | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Generate these responses to one prompt. Canceled: no worker goes on with them. `ended`: called for each of
+        them once it is not generated any more."""
         loop = asyncio.get_running_loop()
+        for episode in episodes:
+            self._waiting[episode.id] = loop.create_future()
+            self._waiting[episode.id].add_done_callback(lambda _: ended())
         try:
             for episode in episodes:
-                self._waiting[episode.id] = loop.create_future()
                 self._dispatch.open(episode, self)
             await self._ended(episodes, stops)
             for episode in episodes:
@@ -37,7 +43,7 @@ class OwnResponses:
             raise
         finally:
             for episode in episodes:
-                self._waiting.pop(episode.id, None)
+                self._waiting.pop(episode.id).cancel()
             self._dispatch.group_done(group, len(episodes))
 
     async def _ended(self, episodes: Sequence[Episode], stops: StopStrings | None) -> None:

@@ -312,6 +312,7 @@ class ControllerProcess:
                 self.events.instant("grading_slow", **graders)
         steps = {name: policy.state.step for name, policy in self.life.trained.items()}
         snapshot = self.life.report.snapshot(steps=steps, now_s=now_s, ended=ended, graders=graders)
+        snapshot |= self.own_loop.snapshot() if self.own_loop is not None else {}
         self._last_snapshot = snapshot
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 

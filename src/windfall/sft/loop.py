@@ -15,6 +15,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from windfall.algorithms.given import Loss
 from windfall.controller.assembly import ControllerLife
@@ -54,6 +55,9 @@ class SupervisedLoop:
         except Stopped:
             self._events.instant("stopped", step=self._policy.state.step)
             return self._policy.state
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
 
     async def _read(self, text: Text) -> None:
         files.check_unchanged(self.recipe, self._folder)

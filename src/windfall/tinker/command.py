@@ -29,6 +29,9 @@ def tinker(
     ] = 8,
     context: Annotated[int | None, typer.Option(min=2, help="Most tokens of prompt and response together.")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Workers that this machine starts. Default: 1.")] = None,
+    accounts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File of accounts, with their keys and limits.")
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(metavar="RECIPE.toml", help="Recipe. Default: all defaults.")] = None,
     set: Overrides = None,
 ) -> None:
@@ -41,7 +44,7 @@ def tinker(
     parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
     found = served(
         parsed, model=model, port=port, name=name, rank=rank, models=models, samplers=samplers, context=context,
-        workers=workers,
+        workers=workers, accounts=accounts,
     )  # fmt: skip
     recipe_check.check(found)
     start.train(found, start.new_folder(found))
@@ -49,7 +52,7 @@ def tinker(
 
 def served(
     recipe: Recipe, *, model: str | None, port: int | None, name: str | None, rank: int, models: int, samplers: int,
-    context: int | None, workers: int | None,
+    context: int | None, workers: int | None, accounts: Path | None = None,
 ) -> Recipe:  # fmt: skip
     """The recipe of a server. What is None stays as the recipe has it."""
     from windfall.recipe.file import parse_recipe
@@ -61,7 +64,7 @@ def served(
 
     update("model", path=model)
     served_port = 8900 if port is None and recipe.tinker.port is None else port
-    update("tinker", port=served_port, name=name)
+    update("tinker", port=served_port, name=name, accounts=None if accounts is None else str(accounts))
     update("rollout", max_tokens=context, staleness=0)
     if "name" not in data.get("run", {}):
         update("run", name="tinker")

@@ -4,8 +4,10 @@
     key = "tml-..."             # what the client sends; keep the file private
     models = 8                  # most models at the same time; 0: no limit
     calls = 4096                # most calls without a result; 0: no limit
+    max_usd = 50                # no more calls once its bill is that high; 0: no limit
 
-Without a file there is one account, with a key that the server makes.
+The file is read again when it changes. With a mistake in it, the accounts stay as they were. Without a file there is
+one account, with a key that the server makes.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class AccountTable(BaseModel):
     key: str = Field(pattern=rf"^{PREFIX}[\x21-\x7e]{{8,}}$")
     models: int = Field(default=0, ge=0)
     calls: int = Field(default=0, ge=0)
+    max_usd: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +50,34 @@ class Account:
     """Most models at the same time. 0: no limit."""
     calls: int = 0
     """Most calls without a result. 0: no limit."""
+    max_usd: float = 0.0
+    """Its bill above which it can make no more calls. 0: no limit."""
 
 
 class Keys:
-    def __init__(self, accounts: Mapping[str, Account]) -> None:
-        self._accounts = dict(accounts)
+    def __init__(self, accounts: Mapping[str, Account], file: Path | None = None) -> None:
+        """`file`: from which they come."""
+        self._accounts, self._file = dict(accounts), file
+        self._read: tuple[int, ...] | None = ()
+        """The state of the file that was read last."""
         self._usage: dict[str, Usage] = {}
         self.open_calls: Callable[[str], int] = lambda account: 0
         """How many calls of an account have no result."""
+        self.usd: Callable[[str], float] = lambda account: 0.0
+        """The bill of an account."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._accounts)
+
+    def read_again(self) -> bool:
+        """Whether the file has changed since it was read; then its accounts are those of the server. Raises
+        WindfallError, once, if they cannot be: then these stay."""
+        if self._file is None or (state := _state(self._file)) == self._read:
+            return False
+        self._read = state
+        self._accounts = _accounts(self._file)
+        return True
 
     def account(self, key: str) -> Account:
         """Who has this key. Raises Refusal."""
@@ -64,13 +87,21 @@ class Keys:
         raise Refusal(401, "this API key is not one of the server's. Set TINKER_API_KEY to the key that it printed.")
 
     def check_models(self, account: Account, models: int) -> None:
+        self._check_usd(account)
         if account.models and models >= account.models:
             what = f"account {account.name} has {models} models, which is its limit"
             raise Refusal(429, f"{what}. Unload one, or end its session.")
 
     def check_calls(self, account: Account) -> None:
+        self._check_usd(account)
         if account.calls and (count := self.open_calls(account.name)) >= account.calls:
             raise Refusal(429, f"account {account.name} has {count} calls without a result, which is its limit")
+
+    def _check_usd(self, account: Account) -> None:
+        usd = self.usd(account.name)
+        if account.max_usd and usd >= account.max_usd:
+            what = f"account {account.name} has used ${usd:,.2f}, and its limit is ${account.max_usd:,.2f}"
+            raise Refusal(402, f"{what}. Ask the operator of this server for a higher one (max_usd).")
 
     def count(self, account: str, **amounts: float) -> None:
         """Add to what an account has used."""
@@ -93,6 +124,21 @@ def load(file: Path | None, folder: Path) -> Keys:
     """The accounts of a file, or the only one, whose key is in the folder of the run."""
     if file is None:
         return Keys({ONLY: Account(name=ONLY, key=make_key(folder))})
+    found = Keys({}, file)
+    found.read_again()
+    return found
+
+
+def _state(file: Path | None) -> tuple[int, ...] | None:
+    """What changes when a file is written or replaced."""
+    try:
+        found = file.stat() if file is not None else None
+    except OSError:
+        return None
+    return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _accounts(file: Path) -> dict[str, Account]:
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -102,7 +148,7 @@ def load(file: Path | None, folder: Path) -> Keys:
         raise WindfallError("there is no account", where=str(file), fix='Add one: [alice] with key = "tml-...".')
     if len({account.key for account in accounts.values()}) < len(accounts):
         raise WindfallError("two accounts have the same key", where=str(file), fix="Give each a key of its own.")
-    return Keys(accounts)
+    return accounts
 
 
 def _account(name: str, table: Any, file: Path) -> Account:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from windfall import run_folder as folders
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.versions import Offer
-from windfall.link import network
+from windfall.errors import run_until_first
+from windfall.events.log import scan
+from windfall.link import network, tls
 from windfall.link.invitation import ALL_INTERFACES
 from windfall.models import tokenizer
 from windfall.models.load import resolve
@@ -19,8 +23,10 @@ from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK
 from windfall.recipe.sections import Recipe
 from windfall.tinker import keys
+from windfall.tinker.bill import AccountBill
 from windfall.tinker.calls import LoraSpec
 from windfall.tinker.command import BASE
+from windfall.tinker.report import ServerReport
 from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.sampler import FleetSampler
 from windfall.tinker.service import Terms, TinkerService
@@ -35,6 +41,7 @@ ALPHA = 32.0
 class TinkerLoop:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.section, self.folder = recipe, recipe.tinker, folder
+        self._report: ServerReport | None = None
         slots = {name: own.slot for name, own in recipe.policies.items()}
         self._train = [name for name, slot in slots.items() if slot == "train"]
         self._sample = [name for name, slot in slots.items() if slot == "sample"]
@@ -43,19 +50,32 @@ class TinkerLoop:
         """Answer clients until the run is stopped."""
         try:
             async with self.service(life, text) as service:
-                server, host = TinkerServer(service), self.section.host
-                port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.")
+                server, report = TinkerServer(service), self._report
+                assert report is not None, "`service` has made it"
+                context = tls.server_context(self.recipe.fleet.model_copy(update=self._certificate()))
+                host = self.section.host or self.recipe.fleet.host
+                port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.", context)
                 try:
                     folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
-                    url = f"http://{network.in_url('127.0.0.1' if host in ALL_INTERFACES else host)}:{port}"
+                    reached = network.in_url("127.0.0.1" if host in ALL_INTERFACES else host)
+                    report.url = url = f"{'https' if context else 'http'}://{reached}:{port}"
                     models = sum(1 for model in service.models.values() if not model.unloaded)
-                    life.events.instant("tinker_ready", url=url, base=service.terms.base, models=models)
-                    await life.unless_stopped(service.run())
+                    life.events.instant("tinker_ready", serves=url, base=service.terms.base, models=models)
+                    await life.unless_stopped(run_until_first(service.run(), report.run()))
                 finally:
                     await server.stop_listening()
         except Stopped:
             life.events.instant("stopped", step=0)
         return CheckpointState(step=0, next_task=0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the server does, for fleet.json."""
+        return {} if self._report is None else {"server": self._report.describe()}
+
+    def _certificate(self) -> dict[str, Any]:
+        """That of the server, instead of that of the run."""
+        own = self.section
+        return {} if own.tls_cert is None else {"tls_cert": own.tls_cert, "tls_key": own.tls_key}
 
     @contextlib.asynccontextmanager
     async def service(self, life: ControllerLife, text: Callable[[str], Text]) -> AsyncIterator[TinkerService]:
@@ -72,16 +92,20 @@ class TinkerLoop:
             train, sample = TrainSlots(trainers, self._train), SampleSlots(trainers, self._sample, self._load)
             self._version = self._read_version(store)
             await trainers.ready()
+            sampler = self._sampler(text(BASE))
             service = TinkerService(
                 self.folder / "tinker", store, keys.load(self.section.accounts, self.folder), self._terms(), trainers,
-                train, sample, self._sampler(text(BASE)), base_policy=BASE, save_updates=self.section.save_updates,
+                train, sample, sampler, base_policy=BASE, save_updates=self.section.save_updates,
                 log=life.events.instant, progress=lambda calls: life.events.scalar("tinker", step=calls),
             )  # fmt: skip
             service.restore()
+            service.bill = await asyncio.to_thread(lambda: AccountBill.restored(scan(life.events.path)))
+            self._report = ServerReport(service, sampler, life)
             try:
                 yield service
             finally:
                 await service.stop()
+                self._report.write()
         finally:
             await store.close()
 

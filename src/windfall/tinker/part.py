@@ -10,6 +10,8 @@ from windfall.controller.own_loop import LoopPart
 from windfall.parts import Command
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from windfall.controller.own_loop import OwnLoop
     from windfall.recipe.sections import Recipe
     from windfall.tinker.section import TinkerSection
@@ -27,6 +29,11 @@ class TinkerPart(LoopPart):
         from windfall.tinker.section import TinkerSection
 
         return "tinker", TinkerSection
+
+    def view(self, folder: Path) -> Group | None:
+        from windfall.tinker import view
+
+        return view.of_folder(folder)
 
     def loop(self, recipe: Recipe, folder: Path) -> OwnLoop | None:
         if recipe.tinker.port is None:

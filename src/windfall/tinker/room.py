@@ -104,6 +104,10 @@ class TrainSlots:
         """Whether another model would have to wait."""
         return all(slot.users for slot in self._slots)
 
+    def slot_of(self, tenant: Tenant) -> str:
+        """The slot that holds its adapter; "" if none does."""
+        return next((name for name, holder in self._loaded.items() if holder is tenant), "")
+
     @contextlib.asynccontextmanager
     async def hold(self, tenant: Tenant) -> AsyncIterator[RemoteTrainer]:
         """A slot with its adapter, for one call. Raises TrainerLost."""

@@ -14,7 +14,9 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.own_responses import OwnResponses
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stop_strings import StopStrings
+from windfall.tinker.bill import PREFILLED
 from windfall.tinker.calls import SampleCall, SampledSequence
+from windfall.tinker.fairness import OpenResponses
 
 
 class FleetSampler:
@@ -27,6 +29,11 @@ class FleetSampler:
         self._stop, self._decode = stop, decode
         self._context, self._vocabulary = context, vocabulary
         self._responses = OwnResponses(dispatch)
+        self.open = OpenResponses(lambda: sum(member.open_slots for member in dispatch.members.here()))
+        self._counted: dict[str, tuple[str, Episode, int]] = {}
+        """By id of a response of a call that is performed: whose it is, and its tokens that were counted."""
+        self._work: dict[str, float] = {}
+        """By account: what workers have done since `take_work`."""
 
     def check(self, call: SampleCall) -> str:
         """Why the call cannot be performed; "" if it can."""
@@ -41,8 +48,8 @@ class FleetSampler:
             return f"{have}, but together they have at most {self._context}"
         return ""
 
-    async def sample(self, policy: str, id: str, call: SampleCall) -> tuple[SampledSequence, ...]:
-        """The responses to the call. Cancelled: no worker goes on with them."""
+    async def sample(self, policy: str, id: str, account: str, call: SampleCall) -> tuple[SampledSequence, ...]:
+        """The responses to the call, once it is the turn of the account. Canceled: no worker goes on with them."""
         seed = id if call.seed is None else f"seed/{call.seed}"
         room = self._context - len(call.prompt)
         episodes = [
@@ -57,10 +64,40 @@ class FleetSampler:
             )
             for n in range(call.n)
         ]
-        await self._responses.generate(id, episodes, StopStrings(call.stop_texts, self._decode))
+        await self.open.admit(account, call.n)
+        self._add_work(account, PREFILLED * len(call.prompt))
+        self._counted |= {episode.id: (account, episode, 0) for episode in episodes}
+        try:
+            stops = StopStrings(call.stop_texts, self._decode)
+            await self._responses.generate(id, episodes, stops, lambda: self.open.ended(account))
+        finally:
+            for episode in episodes:
+                self._count(episode.id)
+                del self._counted[episode.id]
         return tuple(
             SampledSequence(
                 tokens=tuple(episode.tokens), logprobs=tuple(episode.logprobs), stopped=episode.finish != "length"
             )
             for episode in episodes
         )
+
+    def take_work(self) -> dict[str, float]:
+        """By account, what workers have done since the last call, in sampled tokens: a prefilled one counts PREFILLED,
+        and a prompt is prefilled once for all responses to it. If no token came, each response that is waited for
+        counts 1."""
+        for id in self._counted:
+            self._count(id)
+        work, self._work = self._work, {}
+        if not work:
+            for account, _, _ in self._counted.values():
+                work[account] = work.get(account, 0.0) + 1
+        return work
+
+    def _count(self, id: str) -> None:
+        account, episode, counted = self._counted[id]
+        if (tokens := len(episode.tokens) - counted) > 0:  # a stop text cuts some off
+            self._add_work(account, tokens)
+            self._counted[id] = account, episode, counted + tokens
+
+    def _add_work(self, account: str, tokens: float) -> None:
+        self._work[account] = self._work.get(account, 0.0) + tokens

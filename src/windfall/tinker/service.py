@@ -31,11 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
+from windfall.tinker.bill import AccountBill, Part
 from windfall.tinker.call_log import CallLog, Entry
+from windfall.tinker.fairness import TrainerTurns, Turn
 from windfall.tinker.keys import Account, Keys
 from windfall.tinker.model import Changing, Model
 from windfall.tinker.records import Checkpoint, Sampler, Session
@@ -88,6 +91,8 @@ class TinkerService:
         self._progress = progress
         self._calls = CallLog(store)
         keys.open_calls = self._calls.open_calls
+        self.turns, self.bill = TrainerTurns(), AccountBill()
+        keys.usd = lambda account: self.bill.usd(account)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
@@ -181,6 +186,11 @@ class TinkerService:
         """Who has this key. Raises Refusal."""
         return self.keys.account(key)
 
+    def usage(self, account: Account) -> dict[str, float]:
+        """What an account has used so far."""
+        part = self.bill.parts.get(account.name, Part())
+        return {**self.keys.usage(account.name), **asdict(part), "max_usd": account.max_usd}
+
     async def create_session(
         self, account: Account, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None, sdk: str = "",
         name: str = "",
@@ -240,6 +250,10 @@ class TinkerService:
         if model is None or model.account != account.name:
             raise c.Refusal(404, f"there is no model {id!r}")
         return model
+
+    def slot_of(self, model: Model) -> str:
+        """The slot of the trainer that holds a model; "" if none does."""
+        return self._train.slot_of(model)
 
     def models_of(self, account: Account) -> list[Model]:
         """Newest first."""
@@ -598,10 +612,10 @@ class TinkerService:
             while entry.done is None and not model.unloaded:
                 try:
                     await self._trainers.ready()
-                    async with self._train.hold(model) as trainer:
+                    async with self.turns.turn(model.account) as turn, self._train.hold(model) as trainer:
                         entry.why, model.busy = "", True
                         try:
-                            await self._perform(model, trainer, entry)
+                            await self._perform(model, trainer, turn, entry)
                             await model.settle(trainer, self._save_updates)
                         finally:
                             model.busy = False
@@ -610,9 +624,9 @@ class TinkerService:
                         await self._finish(model, entry, c.Failed(message=why, user=False))
                     await self._trainers.lost(e)
 
-    async def _perform(self, model: Model, trainer: RemoteTrainer, entry: Entry) -> None:
-        """Perform one call and write down its result. Raises TrainerLost."""
-        call, began, trained = entry.call, time.monotonic(), 0
+    async def _perform(self, model: Model, trainer: RemoteTrainer, turn: Turn, entry: Entry) -> None:
+        """Perform one call, end the turn, and write down the result. Raises TrainerLost."""
+        call, trained = entry.call, 0
         statements, replaced = list[Statement](), set[Path]()
         try:
             match call:
@@ -628,11 +642,13 @@ class TinkerService:
                 case _:
                     raise AssertionError(f"no call of a model: {entry.id}")
         except WindfallError as e:
+            turn.end()
             if isinstance(call, Changing):
                 self._train.drop(model)  # what it changed before it failed is not known
             await self._finish(model, entry, c.Failed(message=str(e)))
             return
-        self.keys.count(model.account, trained_tokens=trained, trainer_s=time.monotonic() - began)
+        turn.end()
+        self.keys.count(model.account, trained_tokens=trained)
         await self._finish(model, entry, result, *statements)
         await self._discard(replaced)
 
@@ -691,7 +707,7 @@ class TinkerService:
                 if sampler is None:
                     raise WindfallError(f"the sampling session {entry.sampler} has ended")
                 await self._trainers.ready()
-                result = await self._sampled(sampler, entry.id, call)
+                result = await self._sampled(sampler, entry, call)
             except WindfallError as e:
                 await self._done(entry, c.Failed(message=str(e)))
             except TrainerLost as e:
@@ -700,19 +716,22 @@ class TinkerService:
                 await self._trainers.lost(e)
             else:
                 tokens = sum(len(sequence.tokens) for sequence in result.sequences)
-                self.keys.count(entry.account, sampled_tokens=tokens, prompt_tokens=len(call.prompt) * call.n)
+                self.keys.count(entry.account, sampled_tokens=tokens, prompt_tokens=len(call.prompt))
                 await self._done(entry, result)
 
-    async def _sampled(self, sampler: Sampler, id: str, call: c.SampleCall) -> c.Sampled:
+    async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
+        id, sequences = entry.id, ()
         async with contextlib.AsyncExitStack() as stack:
             policy = self._base_policy
             if sampler.folder is not None:
                 policy = await stack.enter_async_context(self._sample.hold(sampler.key, sampler.newest))
-            sequences = await self._sampler.sample(policy, id, call) if call.max_tokens != 0 else ()
+            if call.max_tokens != 0:
+                sequences = await self._sampler.sample(policy, id, entry.account, call)
             if not call.prompt_logprobs and not call.prompt_top_k:
                 return c.Sampled(sequences=sequences)
             trainer = self._trainers.trainers[policy]
-            (found,) = await trainer.score([call.prompt], call.prompt_top_k, id=f"{id}/score")
+            async with self.turns.turn(entry.account):
+                (found,) = await trainer.score([call.prompt], call.prompt_top_k, id=f"{id}/score")
         logprobs = np.concatenate([[np.nan], found.logprobs])
         top_ids, top = [(), *map(tuple, found.top_ids.tolist())], [(), *map(tuple, found.top_logprobs.tolist())]
         if call.prompt_last:

@@ -56,8 +56,10 @@ LINES = {
     "sft": "step {step:>4}/{steps}  loss [bold]{loss:.4f}[/]  grad {grad_norm:.3f}  lr {lr:.2e}  "
     "{tok_per_s:>7,.0f} tok/s  {s:5.1f} s",
     "sft_eval": "eval after step {step}: loss {loss:.4f}",
-    "tinker_ready": "[bold]serving {base}[/] at {url} to programs of the Tinker SDK; models: {models}",
+    "tinker_ready": "[bold]serving {base}[/] at {serves} to programs of the Tinker SDK; models: {models}",
     "tinker_model": "{account}: model {model}, rank {rank}",
+    "tinker_accounts": "accounts: {accounts}",
+    "tinker_accounts_wrong": "[red]the accounts stay as they were[/]: {why}",
     "tinker_session_ended": "{account}: session {session} has ended",
     "log_gap": "[yellow]steps {first} to {last} are missing in events.jsonl[/]; the run continues without them",
 }

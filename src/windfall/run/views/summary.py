@@ -47,7 +47,7 @@ def summarize(events: list[Event]) -> list[Labeled]:
 
     named = [(p, _policy([e for e in own if e["name"] == "step"], usd_of.get(p))) for p, own in scalars.items() if p]
     learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness)]
-    return [*learned, *_supervised(events), *_fleet(events, steps), *_cost(costs, steps)]
+    return [*learned, *_supervised(events), *_fleet(events, steps), *_cost(costs, steps), *_accounts(events, costs)]
 
 
 def _supervised(events: list[Event]) -> list[Labeled]:
@@ -57,6 +57,20 @@ def _supervised(events: list[Event]) -> list[Labeled]:
         losses = [e["loss"] for e in events if e["name"] == name and e["loss"] is not None]
         if losses:
             out.append((label, f"{losses[0]:.4f} first, {losses[-1]:.4f} last   {spark(losses)}"))
+    return out
+
+
+def _accounts(events: list[Event], costs: PolicyCosts) -> list[Labeled]:
+    """What the accounts of a server cost; nothing for other runs."""
+    parts = next((e["accounts"] for e in reversed(events) if e["name"] == "tinker_bill"), None)
+    if parts is None:
+        return []
+    total = costs.bill.all.total_usd
+    idle = total - sum(part["usd"] for part in parts.values())
+    out = [("cost", f"${total:,.2f}, of it idle ${idle:,.2f}")]
+    for name, part in parts.items():
+        used = f"{part['trainer_s']:,.0f} s of the trainer, {part['worker_s']:,.0f} s of workers"
+        out.append((f"cost of {escape(name)}", f"${part['usd']:,.2f}: {used}"))
     return out
 
 

@@ -4,6 +4,7 @@
     GET  /windfall/outcome/{id}      waits for its outcome        204 (not yet), or a result or Failed in msgpack
     POST /windfall/sampler           {session, seq, path}         {"sampler": id}; an empty path is the base
     GET  /windfall/about                                          {"base", "context", "rank"}
+    GET  /windfall/usage                                          what the account has used: usd, tokens, seconds
 
 Sessions are those of the SDK's requests.
 """
@@ -44,6 +45,7 @@ class NativeRequests:
             "GET /windfall/outcome/{request:.+}": self._outcome,
             "POST /windfall/sampler": self._sampler,
             "GET /windfall/about": self._about,
+            "GET /windfall/usage": self._usage,
         }
 
     async def _call(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
@@ -75,3 +77,6 @@ class NativeRequests:
     async def _about(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
         terms = self._service.terms
         return {"base": terms.base, "context": terms.context, "rank": terms.rank}
+
+    async def _usage(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+        return self._service.usage(account)

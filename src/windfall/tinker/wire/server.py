@@ -17,6 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -53,7 +54,8 @@ REFUSED = {
     "POST /auth/token": "this server accepts API keys only (X-API-Key)",
     "DELETE /auth/apikey/me": "keys are managed by the operator of this server",
     "GET /audit": OF_OTHERS.format("audit log"),
-    "GET /billing/usage/events": OF_OTHERS.format("invoices"),
+    "GET /billing/usage/events": "this server keeps no bill by the hour: windfall.client has Client.usage(), and its "
+    "operator `windfall top`",
     "PUT /sessions/{session}/project": OF_OTHERS.format("projects"),
     "GET /sessions/{session}/trace_export": "this server exports no traces; `windfall top` shows what it does",
     "GET /training_runs/{model}/checkpoints/{part}/{name}/external_weights_urls": "there are no external weights",
@@ -124,12 +126,12 @@ class TinkerServer:
             **NativeRequests(self._service, wait_s=self._wait_s).routes(),
         }
 
-    async def listen(self, host: str, port: int, fix: str) -> int:
+    async def listen(self, host: str, port: int, fix: str, ssl: SSLContext | None = None) -> int:
         """Listen until `stop_listening`. Returns the port: 0 selects a free one. Raises WindfallError with `fix`."""
         messages.check_installed()
         self._listener = Listener(max_unauthenticated=MAX_WITHOUT_KEY, auth_timeout_s=HEAD_S)
         options: dict[str, Any] = {"keepalive_timeout": IDLE_S, "lingering_time": LINGER_S, "shutdown_timeout": CLOSE_S}
-        self._runner, port = await self._listener.serve(self.app, host, port, None, fix, answer=_not_http, **options)
+        self._runner, port = await self._listener.serve(self.app, host, port, ssl, fix, answer=_not_http, **options)
         return port
 
     async def stop_listening(self) -> None:

@@ -1,0 +1,164 @@
+"""Who is next: accounts share the trainer and the workers, whatever number of models and calls each has.
+
+    TrainerTurns     one account at a time has the trainer; next is who used it least of late
+    OpenResponses    most responses that workers have at once; next is who has fewest open
+
+Within an account, who came first is next. An account with thousands of calls waits for itself: the few calls of another
+one pass it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+HALF_LIFE_S = 60.0
+"""Seconds after which use of the trainer counts half."""
+LEAST_OPEN = 16
+"""Responses that may be open at once without any worker."""
+PER_SLOT = 2
+"""Open responses for each slot of a worker: slots that become free have work at once."""
+
+
+T = TypeVar("T")
+
+
+class Queues(Generic[T]):
+    """Who waits, by account, and for what."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], T]]] = {}
+
+    async def wait(self, account: str, item: T, undo: Callable[[], None]) -> None:
+        """Wait until `pop` returns this item. `undo`: called if it has, but who waited is canceled."""
+        mine = asyncio.get_running_loop().create_future(), item
+        queue = self._waiting.setdefault(account, deque())
+        queue.append(mine)
+        try:
+            await mine[0]
+        except asyncio.CancelledError:
+            if mine[0].done() and not mine[0].cancelled():
+                undo()
+            raise
+        finally:
+            if mine in queue:
+                queue.remove(mine)
+            if not queue and self._waiting.get(account) is queue:
+                del self._waiting[account]
+
+    def pop(self, used: Callable[[str], float]) -> tuple[str, T] | None:
+        """Who is next: the first of the account that has used least. None: nobody waits."""
+        account = min((name for name, queue in self._waiting.items() if queue), key=used, default=None)
+        if account is None:
+            return None
+        waiting, item = self._waiting[account].popleft()
+        if waiting.done():  # it was canceled, and has not run since
+            return self.pop(used)
+        waiting.set_result(None)
+        return account, item
+
+
+@dataclass(eq=False)
+class Turn:
+    """Of an account, on the trainer."""
+
+    account: str
+    _end: Callable[[Turn], None]
+    counted_s: float = 0.0
+    """Until when its seconds are counted (monotonic clock)."""
+
+    def end(self) -> None:
+        """The trainer has done its work."""
+        self._end(self)
+
+
+class TrainerTurns:
+    def __init__(self) -> None:
+        self._queues = Queues[Turn]()
+        self._turn: Turn | None = None
+        self._recent: dict[str, tuple[float, float]] = {}
+        """By account: seconds used of late, and when that was computed."""
+        self._used: dict[str, float] = {}
+        """Seconds by account since `take`."""
+
+    @contextlib.asynccontextmanager
+    async def turn(self, account: str) -> AsyncIterator[Turn]:
+        """Have the trainer, until the turn is ended or this is left."""
+        turn = Turn(account, self._ended)
+        try:
+            if self._turn is None:
+                self._begin(turn)
+            else:
+                await self._queues.wait(account, turn, turn.end)
+            yield turn
+        finally:
+            turn.end()
+
+    def _begin(self, turn: Turn) -> None:
+        self._turn, turn.counted_s = turn, time.monotonic()
+
+    def _ended(self, turn: Turn) -> None:
+        if self._turn is not turn:  # it has ended before, or never began
+            return
+        self._count()
+        self._turn = None
+        if (following := self._queues.pop(self.recent_s)) is not None:
+            self._begin(following[1])
+
+    def _count(self) -> None:
+        """Count what the present turn has used so far."""
+        turn, now = self._turn, time.monotonic()
+        if turn is not None:
+            used = now - turn.counted_s
+            self._used[turn.account] = self._used.get(turn.account, 0.0) + used
+            self._recent[turn.account] = self.recent_s(turn.account) + used, now
+            turn.counted_s = now
+
+    def recent_s(self, account: str) -> float:
+        """Seconds that an account used of late; those of a minute ago count half."""
+        s, at = self._recent.get(account, (0.0, 0.0))
+        return s * 0.5 ** ((time.monotonic() - at) / HALF_LIFE_S) if s else 0.0
+
+    def take(self) -> dict[str, float]:
+        """Seconds by account since the last call."""
+        self._count()
+        used, self._used = self._used, {}
+        return used
+
+
+class OpenResponses:
+    def __init__(self, slots: Callable[[], int]) -> None:
+        """`slots`: of all workers together."""
+        self._slots = slots
+        self._queues = Queues[int]()
+        self.open: dict[str, int] = {}
+        """Responses by account."""
+
+    async def admit(self, account: str, count: int) -> None:
+        """Wait until the responses of a call may be opened. Each needs `ended`, unless this is canceled."""
+        self.look()
+        if self._room():
+            self.open[account] = self.open.get(account, 0) + count
+        else:
+            await self._queues.wait(account, count, lambda: self.ended(account, count))
+
+    def _room(self) -> bool:
+        """Whether one more call may open its responses."""
+        return sum(self.open.values()) < max(LEAST_OPEN, PER_SLOT * self._slots())
+
+    def ended(self, account: str, count: int = 1) -> None:
+        self.open[account] -= count
+        if not self.open[account]:
+            del self.open[account]
+        self.look()
+
+    def look(self) -> None:
+        """Admit those who are next while there is room: a response has ended, or a worker has joined."""
+        while self._room() and (found := self._queues.pop(lambda account: self.open.get(account, 0))) is not None:
+            account, count = found
+            self.open[account] = self.open.get(account, 0) + count

@@ -595,6 +595,7 @@ class RankHello(Message, frozen=True, tag=32):
     rank: int
     size: int  # number of all ranks
     machine: str  # equal for ranks on the same machine
+    local_rank: int  # its number among the ranks of its machine, as its environment says it
 
 
 class RankWelcome(Message, frozen=True, tag=33):

@@ -23,9 +23,15 @@ from windfall.run import liveness
 from windfall.run.ranks import join
 from windfall.trainer.ranks.rank_place import RankPlace
 
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_NUM_TASKS": "8",
+}  # fmt: skip
+
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -44,10 +50,11 @@ def test_temporary_folder_with_the_log_of_a_failure_stays(temporary: Path) -> No
 @pytest.mark.parametrize(
     ("environment", "rank", "size", "local", "machine"),
     [
-        ({}, 0, 1, 0, 0),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0, 1, 0, 0),
         ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_RANK": "1"}, 9, 16, 1, 1),
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}, 5, 8, 1, 2),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "RANK": "1", "WORLD_SIZE": "2"}, 1, 2, 0, 0),
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, 1, 2, 0, 0),  # by hand, or by torchrun, inside a job
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}, 1, 8, 0, 0),
     ],
 )
 def test_environment_says_which_rank_this_is(
@@ -58,10 +65,31 @@ def test_environment_says_which_rank_this_is(
     assert RankPlace.of(environment | place.environment()) == place
 
 
-@pytest.mark.parametrize("environment", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}])
-def test_wrong_numbers_are_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(WindfallError, match=r"is not a number|does not exist"):
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "no environment variable says which rank this is"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "variable RANK: 'x' is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "variable WORLD_SIZE: '-1' is not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks are counted from 0"),
+        ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+        ({**SRUN, "RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+        ({"SLURM_NTASKS": "8"}, "SLURM_NTASKS is set, but SLURM_PROCID is not"),  # within salloc, without srun
+        ({**SRUN, "SLURM_NTASKS": "4"}, "SLURM_PROCID is 5 and SLURM_NTASKS is 4"),
+        ({**SRUN, "SLURM_NTASKS": "16"}, r"SLURM_NTASKS is 16, but srun has started 8 tasks \(SLURM_STEP_NUM_TASKS"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "8"}, "RANK is 0, but srun started this as task 5 of 8"),
+        ({"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and RANK is 1: a machine has no more"),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "at least one of them is wrong"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8"}, "at least one of them is wrong"),
+    ],
+)
+def test_variables_that_are_missing_or_contradict_each_other_are_refused(
+    environment: dict[str, str], said: str
+) -> None:
+    with pytest.raises(WindfallError, match=said) as caught:
         RankPlace.of(environment)
+    assert "Start it with torchrun or srun" in str(caught.value)
 
 
 def test_rank_computes_on_the_gpu_with_its_local_number(monkeypatch: pytest.MonkeyPatch) -> None:

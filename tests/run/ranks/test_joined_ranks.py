@@ -65,6 +65,8 @@ local = false
 workers = 1
 """
 
+FIRST_OF_3 = {"RANK": "0", "WORLD_SIZE": "3"}
+
 
 @pytest.fixture
 def two_networks() -> Iterator[tuple[str, list[str], str]]:
@@ -231,8 +233,9 @@ def test_run_says_which_ranks_are_missing(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
     trainer = train(tmp_path, ranks=3, rendezvous=endpoint, machine_timeout_s=3.0)
     wrong = run_windfall(
-        tmp_path, "trainer", "--join", f"http://{endpoint}", "--token", "a-token-of-another-run", out="rank.txt"
-    )
+        tmp_path, "trainer", "--join", f"http://{endpoint}", "--token", "a-token-of-another-run", out="rank.txt",
+        environment=FIRST_OF_3,
+    )  # fmt: skip
     assert trainer.wait(120) == 2
     said = " ".join((tmp_path / "out.txt").read_text().split())
     assert "waited 3 s for the trainer's ranks: ranks 0, 1, 2 of 0 to 2 did not join" in said
@@ -264,9 +267,16 @@ async def listening(folder: Path, **train: Any) -> AsyncIterator[tuple[JoinedRan
             await dialer.close()
 
 
-async def join(dialer: Dialer, rank: int = 0, machine: str = "a", secret: str = SECRET, size: int = 3) -> SocketLink:
-    link = await dialer.dial()
-    hello = lambda **fields: m.RankHello(name="other", rank=rank, size=size, machine=machine, **fields)  # noqa: E731
+async def join(
+    dialer: Dialer,
+    rank: int = 0,
+    machine: str = "a",
+    secret: str = SECRET,
+    size: int = 3,
+    local_rank: int | None = None,
+) -> SocketLink:
+    link, place = await dialer.dial(), {"local_rank": rank if local_rank is None else local_rank}
+    hello = lambda **fields: m.RankHello(name="other", rank=rank, size=size, machine=machine, **place, **fields)  # noqa: E731
     welcome = await handshake.join(link, handshake.RANK, secret, hello)
     assert "[train]" in welcome.recipe
     assert welcome.weights_key == auth.weights_key("the-token-of-the-workers")
@@ -399,6 +409,42 @@ def test_number_of_ranks_must_be_that_of_the_recipe(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_two_ranks_of_a_machine_with_one_local_rank_are_refused(tmp_path: Path) -> None:
+    """Both would compute on the same GPU."""
+
+    async def main() -> None:
+        async with listening(tmp_path) as (_, dialer, _):
+            await join(dialer, 0, "a", local_rank=0)
+            await join(dialer, 1, "b", local_rank=0)
+            with pytest.raises(handshake.JoinRefused, match=r"rank 0 is on the same machine .* own LOCAL_RANK") as e:
+                await join(dialer, 2, "a", local_rank=0)
+            assert not e.value.again
+            await join(dialer, 2, "a", local_rank=1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_run_whose_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
+    """torchrun itself, with two ranks: which rank a process is comes from its environment alone."""
+    endpoint, secret = f"127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "secret"
+    auth.make_token(secret)
+    trainer = train(tmp_path, "--trainer-token", str(secret), steps=1, ranks="auto", rendezvous=endpoint)
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "windfall.run.cli"]
+    command = [*launch, "trainer", "--join", f"http://{endpoint}", "--token", str(secret)]
+    with (tmp_path / "torchrun.txt").open("ab") as out:
+        torchrun = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+    try:
+        assert trainer.wait(240) == 0, (tmp_path / "out.txt").read_text()
+        assert torchrun.wait(60) == 0, (tmp_path / "torchrun.txt").read_text()
+    finally:
+        trainer.kill()
+        torchrun.terminate()
+    assert "rank 1 of 2" in (tmp_path / "out.txt").read_text()
+    assert len(events(tmp_path / "r", "trainer_ready")[-1]["rank_pids"]) == 2
+
+
 def test_rank_that_cannot_take_part_is_not_waited_for(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path, ranks=1, machine_timeout_s=0.5) as (ranks, dialer, said):
@@ -417,7 +463,7 @@ def test_command_refused_by_the_run_exits(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path) as (_, dialer, _):
             argv = ["trainer", "--join", dialer.url, "--token", "some-other-token", "--folder", str(tmp_path / "logs")]
-            process = run_windfall(tmp_path, *argv)
+            process = run_windfall(tmp_path, *argv, environment=FIRST_OF_3)
             assert await asyncio.to_thread(process.wait, 60) == EXIT_REFUSED
 
     asyncio.run(main())

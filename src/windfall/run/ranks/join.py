@@ -155,7 +155,9 @@ class JoiningRank:
     def _hello(self, **fields: Any) -> m.RankHello:
         p = self._place
         machine = f"{p.machine} {buffers.machine()}"
-        return m.RankHello(name=socket.gethostname(), rank=p.rank, size=p.size, machine=machine, **fields)
+        return m.RankHello(
+            name=socket.gethostname(), rank=p.rank, size=p.size, machine=machine, local_rank=p.local_rank, **fields
+        )
 
     async def _serve(self, link: SocketLink, welcome: m.RankWelcome) -> str:
         """Run the rank's process once. Returns "" when it has ended, or the reason if the run has ended."""

@@ -180,9 +180,9 @@ class JoinedRanks:
             await handshake.refuse(link, f"{e}{fix}", again=e.again)
             return
         link.authenticated()
-        if self._size and hello.size != self._size:
-            self._problem = f"{clip(hello.name)}: it is one of {hello.size} ranks, but this trainer has {self._size}"
-            await handshake.refuse(link, self._problem)
+        if why := self._contradiction(hello):
+            self._problem = why
+            await handshake.refuse(link, why)
             return
         if hello.rank in self._joined:
             await handshake.refuse(link, f"rank {hello.rank} has already joined", again=True)
@@ -193,6 +193,19 @@ class JoinedRanks:
             await self._serve(rank, proof)
         finally:
             self._left(rank)
+
+    def _contradiction(self, hello: m.RankHello) -> str:
+        """Why this rank contradicts the recipe or another rank, for people; "" if it does not."""
+        who = f"{clip(hello.name)}: it is"
+        if self._size and hello.size != self._size:
+            said = "" if self._recipe.train.ranks == "auto" else f" (train.ranks = {self._size})"
+            return f"{who} one of {hello.size} ranks, but this trainer has {self._size}{said}"
+        for number, other in self._joined.items():
+            here, there = ((h.machine, h.local_rank) for h in (hello, other.hello))
+            if number != hello.rank and here == there:
+                beside = f"rank {number} is on the same machine and has the same local rank, {hello.local_rank}"
+                return f"{who} rank {hello.rank}, but {beside}: give each rank of a machine its own LOCAL_RANK"
+        return ""
 
     async def _serve(self, rank: JoinedRank, proof: bytes) -> None:
         link, number = rank.link, rank.hello.rank

@@ -3,8 +3,10 @@
     torchrun, Ray, windfall   RANK  WORLD_SIZE  LOCAL_RANK  LOCAL_WORLD_SIZE  GROUP_RANK
     srun                      SLURM_PROCID  SLURM_NTASKS  SLURM_LOCALID  -  SLURM_NODEID
 
-MASTER_ADDR and MASTER_PORT are not read: the supervisor names a new meeting point for every start of the trainer, so a
-rank that is left over from an earlier start never joins a later one.
+- One launcher says everything: torchrun's variables count if there are any, also inside a Slurm job, otherwise Slurm's.
+- Variables that contradict each other are refused: a rank with a wrong number would only be noticed as a missing one.
+- MASTER_ADDR and MASTER_PORT are not read: the supervisor names a new meeting point for every start of the trainer, so
+  a rank that is left over from an earlier start never joins a later one.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from windfall.run_folder import trainer_role
 
 RANK_LOST = 5
 """Exit status of a rank that ended because another one was lost."""
-SLURM_NAMES = {
-    "RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID", "GROUP_RANK": "SLURM_NODEID",
-}  # fmt: skip
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+SLURM_NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NODEID")
 WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
 """Environment variable with the key of the weight server, on machines that do not have the run's token."""
+STARTED = "Start it with torchrun or srun. By hand, give each rank RANK (from 0), WORLD_SIZE and LOCAL_RANK."
 RENDEZVOUS, HOST = "WINDFALL_RENDEZVOUS", "WINDFALL_RANK_HOST"
 
 
@@ -52,21 +54,28 @@ class RankPlace:
         5
         """
 
-        def number(name: str, default: int) -> int:
-            found = environment.get(name) or environment.get(SLURM_NAMES.get(name, "")) or str(default)
+        names = next((n for n in (TORCH_NAMES, SLURM_NAMES) if any(environment.get(name) for name in n[:2])), None)
+        if names is None:
+            what, where = "no environment variable says which rank this is", "RANK and WORLD_SIZE"
+            raise WindfallError(what, where=where, fix=f"{STARTED} For a trainer of one rank: RANK=0 WORLD_SIZE=1.")
+        for name, other in (names[:2], names[1::-1]):
+            if not environment.get(name):
+                what = f"{other} is set, but {name} is not"
+                raise WindfallError(what, where="environment variables of a rank", fix=STARTED)
+
+        def number(i: int, default: int) -> int:
+            found = environment.get(names[i]) or str(default)
             if not found.isdecimal():
-                fix = "torchrun and srun set it. By hand, give each rank its number, from 0."
-                raise WindfallError(f"{found!r} is not a number", where=f"environment variable {name}", fix=fix)
+                raise WindfallError(f"{found!r} is not a number", where=f"environment variable {names[i]}", fix=STARTED)
             return int(found)
 
+        local_rank = number(2, 0)
         place = RankPlace(
-            rank=number("RANK", 0), size=number("WORLD_SIZE", 1), local_rank=number("LOCAL_RANK", 0),
-            local_size=number("LOCAL_WORLD_SIZE", 1), machine=number("GROUP_RANK", 0),
-            rendezvous=environment.get(RENDEZVOUS, ""), host=environment.get(HOST, ""), base=base,
+            rank=number(0, 0), size=number(1, 1), local_rank=local_rank, local_size=number(3, local_rank + 1),
+            machine=number(4, 0), rendezvous=environment.get(RENDEZVOUS, ""), host=environment.get(HOST, ""), base=base,
         )  # fmt: skip
-        if place.rank >= place.size:
-            what = f"rank {place.rank} of {place.size} does not exist: ranks are counted from 0"
-            raise WindfallError(what, where="environment variables RANK and WORLD_SIZE", fix="Correct them.")
+        if what := _contradiction(place, names, environment):
+            raise WindfallError(what, where="environment variables of a rank", fix=STARTED)
         return place
 
     def environment(self) -> dict[str, str]:
@@ -90,6 +99,30 @@ class RankPlace:
         ('rank-1', 'trainer-solver', 'rank-1-solver')
         """
         return self.role.replace("trainer", f"rank-{self.rank}", 1) if self.rank else self.role
+
+
+def _contradiction(place: RankPlace, names: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What cannot be true of this place; "" if nothing. `names`: the variables that it was read from.
+
+    >>> _contradiction(RankPlace(rank=2, size=2), TORCH_NAMES, {})
+    'RANK is 2 and WORLD_SIZE is 2: ranks are counted from 0'
+    """
+    rank, size, local_rank, local_size, _ = names
+    if place.rank >= place.size:
+        return f"{rank} is {place.rank} and {size} is {place.size}: ranks are counted from 0"
+    if place.local_rank > place.rank:
+        return f"{local_rank} is {place.local_rank} and {rank} is {place.rank}: a machine has no more ranks than all"
+    if environment.get(local_size) and not place.local_rank < place.local_size <= place.size:
+        said = f"{local_rank} is {place.local_rank}, {local_size} is {place.local_size} and {size} is {place.size}"
+        return f"{said}: at least one of them is wrong"
+    if steps := environment.get("SLURM_STEP_NUM_TASKS"):
+        if names is SLURM_NAMES and steps != str(place.size):
+            return f"{size} is {place.size}, but srun has started {steps} tasks (SLURM_STEP_NUM_TASKS)"
+        number = environment.get("SLURM_PROCID", "")
+        launched = "TORCHELASTIC_RUN_ID" in environment or RENDEZVOUS in environment
+        if not launched and names is TORCH_NAMES and steps == str(place.size) and number != str(place.rank):
+            return f"{rank} is {place.rank}, but srun started this as task {number} of {steps} (SLURM_PROCID)"
+    return ""
 
 
 def trainer_devices(recipe: Recipe, gpus: Sequence[Place]) -> dict[str, list[Place]]:

@@ -45,7 +45,18 @@ FILES = Files()
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors", "backoff", "defaults", "free_memory", "html_page", "parts", "step_time"},
+    {
+        "__init__",
+        "types",
+        "errors",
+        "backoff",
+        "chosen_experts",
+        "defaults",
+        "free_memory",
+        "html_page",
+        "parts",
+        "step_time",
+    },
     {"algorithms", "events", "processes", "devices", "turns"},
     {"training"},
     {"verbs"},
@@ -68,6 +79,7 @@ CLIENTS = {"client.py": "tinker/"}
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/", "controller/scheduling/"))] + [
     "backoff.py",
+    "chosen_experts.py",
     "defaults.py",
     "engine/base.py",
     "engine/blocks.py",

@@ -73,6 +73,8 @@ class Capabilities:
     """It drafts tokens from the texts of other responses (`Engine.remember`)."""
     kv_dtype: Literal["", "fp8"] = ""
     """Dtype of its KV cache; empty: that of the model."""
+    experts: bool = False
+    """It returns the chosen experts of every token (`Chunk.experts`)."""
     adapters: int = 0
     """Adapters of one base that it can hold beside each other, in one batch. 0: it merges the only one."""
 
@@ -185,6 +187,8 @@ class Request:
     tokens then change only by rounding, as with another batch."""
     policy: str = ""
     """The policy that generates, if the engine holds several."""
+    experts_known: int = 0
+    """Number of leading tokens of `prompt` whose chosen experts need not be returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +205,11 @@ class Chunk:
     logprobs: tuple[float, ...]
     version: int
     finish: Finish | None = None
+    experts: bytes = b""
+    """In a model with experts: those of the tokens that were computed for these tokens and not returned before
+    (chosen_experts.py). The last of them is the one before the chunk's last token."""
+    expert_tokens: int = 0
+    """Number of tokens in `experts`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +246,9 @@ class Response:
     """The role that sampled the tokens of this segment."""
     rewards: tuple[tuple[str, float], ...] = ()
     """Rewards by role (see Feedback), of all segments."""
+    experts: bytes = b""
+    """In a model with experts: those of every token of prompt and response but the last (chosen_experts.py). Empty:
+    not known."""
 
     @property
     def segments(self) -> tuple[Response, ...]:

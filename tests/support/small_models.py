@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from windfall.engine.torch.engine import TorchEngine
 from windfall.types import Chunk, Request, Sampling
@@ -39,6 +48,17 @@ MODELS: dict[str, Callable[[], Any]] = {
 def build(name: str) -> Any:
     torch.manual_seed(5)
     return MODELS[name]().eval()
+
+
+def experts_model(experts: int = 8) -> Any:
+    """Qwen3-MoE: a dense layer between two with experts, of which 2 compute each token."""
+    torch.manual_seed(5)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape: dict[str, Any] = SHAPE | heads | {"num_hidden_layers": 3}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**shape, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=24,
+                       mlp_only_layers=[1], norm_topk_prob=True, tie_word_embeddings=False)
+    ).eval()  # fmt: skip
 
 
 def requests(count: int, *, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:

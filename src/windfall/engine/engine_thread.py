@@ -37,6 +37,7 @@ Make = Callable[[], tuple[Engine, int]]
 """Returns an engine, and the number of responses that it decodes at once."""
 TURN_WAIT_S = 0.05
 """How long an order may wait while the engine waits for its turn, or for the trainer without one."""
+MAX_EXPERT_BYTES = 4 << 20
 P = ParamSpec("P")
 Host = TypeVar("Host", bound="EngineThread")
 
@@ -281,7 +282,8 @@ class EngineThread:
         if chunks:
             self._generated += sum(len(c.tokens) for c in chunks)
             named = any(self.engine.versions)
-            self._unsent.append(tokens_frame(chunks, self._running if named else None))
+            for part in frame_parts(chunks):
+                self._unsent.append(tokens_frame(part, self._running if named else None))
             for c in chunks:
                 if c.finish:
                     self._running.pop(int(c.id), None)
@@ -330,7 +332,21 @@ def request_of(work: Work) -> Request:
         stop=frozenset(work.stop),
         group=work.group,
         policy=work.policy,
+        experts_known=work.experts_known,
     )
+
+
+def frame_parts(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """The chunks of one engine step, divided so that no frame has many more than MAX_EXPERT_BYTES of experts: those of
+    a prompt come all at once."""
+    out, size = [chunks[:0]], 0
+    for c in chunks:
+        if size and size + len(c.experts) > MAX_EXPERT_BYTES:
+            out.append([])
+            size = 0
+        out[-1].append(c)
+        size += len(c.experts)
+    return out
 
 
 def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None) -> Tokens:
@@ -341,6 +357,7 @@ def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None)
     {0: 'stop'}
     """
     single = all(len(c.tokens) == 1 for c in chunks)
+    expert_counts = tuple(c.expert_tokens for c in chunks)
     versions = {name: c.version for c in chunks if (name := policies.get(int(c.id), ""))} if policies else {}
     return Tokens(
         version=0 if versions else chunks[0].version,
@@ -351,4 +368,6 @@ def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None)
         tokens=array("I", (t for c in chunks for t in c.tokens)).tobytes(),
         logprobs=array("f", (x for c in chunks for x in c.logprobs)).tobytes(),
         finished={i: c.finish for i, c in enumerate(chunks) if c.finish},
+        experts=b"".join(c.experts for c in chunks),
+        expert_counts=() if all(c.expert_tokens in (0, len(c.tokens)) for c in chunks) else expert_counts,
     )

@@ -188,7 +188,8 @@ def make_engine(spec: EngineSpec, device: str, model: Any, **how: Any) -> Any:
         print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
     from windfall.engine.torch.engine import TorchEngine
 
-    return TorchEngine(model, **how, deterministic=spec.deterministic, speculation=spec.speculation != "off")
+    speculation = spec.speculation != "off"
+    return TorchEngine(model, **how, deterministic=spec.deterministic, speculation=speculation, experts=spec.experts)
 
 
 def check_kv_dtype(spec: EngineSpec, device: str) -> None:

@@ -102,7 +102,9 @@ class PagedEngine(Engine):
             raise duplicate_id(request)
         check_request(request, self._vocabulary, self.limit)
         check_policy(request, self.versions)
-        sequence = self._sequences[request.id] = SequenceState(request, list(request.prompt))
+        sequence = self._sequences[request.id] = SequenceState(
+            request, list(request.prompt), experts_sent=request.experts_known
+        )
         if self._adapters is not None:
             sequence.adapter = list(self.versions).index(request.policy)
         self._scheduler.add(sequence)

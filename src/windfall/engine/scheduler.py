@@ -61,6 +61,7 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     root: Key = ROOT  # what the key of the first page starts from: responses with other weights share no pages
     adapter: int = -1  # the adapter that its rows use; -1: none
+    experts_sent: int = 0  # number of leading tokens whose chosen experts the caller has, in a model with experts
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
     @property

@@ -31,7 +31,7 @@ from windfall.training import Adam, Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
 PROTOCOL = 19
-MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
+MAX_FRAME_BYTES = 48 << 20  # size limit of a worker's frames: a prompt of 100,000 tokens with experts of 48 layers
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
 
@@ -161,6 +161,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see engine/selftest/verdict.py
     adapters: int = 0  # adapters that the engine holds beside each other; 0: it merges the only one
     adapter_rank: int = 0  # the largest rank of these adapters; smaller ones are padded with zeros
+    experts: bool = False  # return the chosen experts of every token
 
 
 class Welcome(Message, frozen=True, tag=3):
@@ -195,6 +196,7 @@ class Work(Value, frozen=True):
     stop: tuple[int, ...]  # token ids that end the response
     group: str = ""  # its group, within which an engine may draft from other responses; "": none
     policy: str = ""  # which of the worker's policies generates it
+    experts_known: int = 0  # number of leading tokens of `prompt` whose chosen experts need not be sent
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -286,6 +288,10 @@ class Tokens(Message, frozen=True, tag=11):
     logprobs: bytes  # log-probs of these tokens: consecutive float32
     finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
     versions: dict[str, int] = {}  # by policy, instead of `version`, if the policies have names
+    experts: bytes = b""  # in a model with experts: those of tokens of all responses, in the order of `handles`
+    expert_counts: tuple[
+        int, ...
+    ] = ()  # for how many tokens: up to the one before the response's last. Empty: `counts`
 
     @property
     def by_policy(self) -> Mapping[str, int]:
@@ -672,6 +678,23 @@ encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 def decoder(receives: Any) -> Callable[[bytes], Any]:
     """Decodes the messages of a union. Raises ValueError for anything else."""
     return msgspec.msgpack.Decoder(receives, dec_hook=_decode_array).decode
+
+
+def expert_columns(frame: Tokens) -> tuple[int, list[tuple[int, memoryview]]]:
+    """The chosen experts in a frame that has some: bytes of a token, and for each of `handles` the position of its
+    first token with its bytes. Raises ValueError if they do not match the other columns."""
+    rows = len(frame.handles)
+    tokens = frame.counts or (1,) * rows
+    counts = frame.expert_counts or tokens
+    total = sum(counts)
+    if len(counts) != rows or min(counts, default=0) < 0 or not total or len(frame.experts) % total:
+        raise ValueError(f"{len(frame.experts)} bytes of experts for {total} tokens of {rows} responses")
+    width, at, data = len(frame.experts) // total, 0, memoryview(frame.experts)
+    found: list[tuple[int, memoryview]] = []
+    for position, new, count in zip(frame.positions, tokens, counts, strict=True):
+        found.append((position + new - 1 - count, data[at : at + count * width]))
+        at += count * width
+    return width, found
 
 
 def columns(frame: Tokens) -> tuple[array[int], array[float]]:

@@ -68,7 +68,7 @@ class KVShape(NamedTuple):
         return self.keys[0] * self.keys[1] + self.values[0] * self.values[1]
 
 
-class _ShapeRecorder:
+class ShapeRecorder:
     """A batch that computes nothing and records the shapes of keys and values."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _ShapeRecorder:
 def cache_shapes(model: Any) -> list[KVShape]:
     """What the KV cache of this model must hold: one entry per attention module, in order. Found by running one token,
     because configurations describe it in too many ways, and a layer may have two attention modules or none."""
-    batch, zero = _ShapeRecorder(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    batch, zero = ShapeRecorder(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=zero, position_ids=zero, use_cache=False, batch=batch)
     return batch.shapes
 

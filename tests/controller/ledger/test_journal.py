@@ -499,3 +499,43 @@ def test_full_disk_fails_every_later_write_and_keeps_what_was_flushed(tmp_path: 
     assert results == [caught.value]
     journal.close()
     assert read(tmp_path / "j") == {"1/0": [(1.0, None, "")]}
+
+
+def with_experts(sent: Tokens, *parts: bytes) -> Tokens:
+    """The frame with experts of two bytes for each token, which end with the one before the last new token."""
+    return msgspec.structs.replace(sent, experts=b"".join(parts), expert_counts=tuple(len(part) // 2 for part in parts))
+
+
+def test_experts_are_read_back(tmp_path: Path) -> None:
+    """With a prompt, a response that moved to another worker, a frame of which one row was accepted, and a cut turn."""
+    journal, ledger = Journal(tmp_path / "j", "s"), Ledger()
+    journal.open(0)
+    new = [Episode(id, prompt=(5, 6), seed=1, max_tokens=9, sampling=Sampling(), stop=frozenset()) for id in "ab"]
+    for e in new:
+        ledger.open(e)
+
+    def assign(id: str, worker: str) -> None:
+        ledger.queues[""].remove(id)
+        journal.write_assigned({ledger.assign(id, worker, 1).handle: id})
+
+    def accept(worker: str, sent: Tokens) -> None:
+        accepted = ledger.accept(worker, sent)
+        journal.write_tokens(sent, None if accepted.complete else accepted.rows)
+
+    assign("a", "x")
+    assign("b", "x")
+    accept("x", with_experts(frame((1, 0, [7]), (2, 0, [8])), b"aabb", b"AABB"))
+    accept("x", with_experts(frame((1, 1, [7, 8]), (2, 1, [9])), b"ccdd", b"CC"))
+    ledger.requeue(ledger.entries["a"])
+    assign("a", "y")
+    accept("y", with_experts(frame((3, 3, [1])), b"ee"))
+    accept("x", with_experts(frame((1, 3, [1]), (2, 2, [2])), b"??", b"DD"))
+    ledger.cut("b", 2)
+    journal.write_cut("b", 2)
+    journal.close()
+    history = Journal(tmp_path / "j", "s").open(0)
+    runs = {id: [run for run in past if isinstance(run, TokenRun)] for id, past in history.items()}
+    read_back = {id: b"".join(bytes(run.experts.data) for run in past if run.experts) for id, past in runs.items()}
+    assert read_back == {"a": b"aabbccddee", "b": b"AABBCCDD"}
+    assert [run.experts and run.experts.start for run in runs["a"]] == [-2]
+    assert [bytes(e.experts.data) for e in new if e.experts] == [b"aabbccddee", b"AABBCC"]

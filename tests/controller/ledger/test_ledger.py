@@ -49,6 +49,11 @@ def logprob(id: str, position: int) -> float:
     return -(_hash(id, position, "p") % 64) / 8
 
 
+def experts(id: str, first: int, last: int) -> bytes:
+    """The correct experts of these tokens: two bytes for each."""
+    return b"".join((_hash(id, p, "experts") % 1000).to_bytes(2, "little") for p in range(first, last))
+
+
 def turns(id: str) -> int:
     return 1 + _hash(id) % 3
 
@@ -64,6 +69,8 @@ class Work:
     start: int
     turn: int = 0
     """Position at which its turn began."""
+    experts: int = -2
+    """Position of the first token whose experts the ledger does not have."""
 
     def end(self) -> int:
         """Position after the last token of this turn."""
@@ -72,12 +79,15 @@ class Work:
             at += 1
         return at + 1
 
-    def row(self, position: int, count: int) -> tuple[int, int, list[int], list[float], str | None]:
+    def row(self, position: int, count: int) -> tuple[int, int, list[int], list[float], str | None, bytes]:
         where = range(position, position + count)
         finish = None
         if where[-1] + 1 == self.end():
             finish = "stop" if token(self.id, where[-1]) == STOP else "length"
-        return self.handle, position, [token(self.id, p) for p in where], [logprob(self.id, p) for p in where], finish
+        first = min(self.experts, position - 1) if position <= self.start else position - 1
+        chosen = experts(self.id, first, position + count - 1)
+        return (self.handle, position, [token(self.id, p) for p in where], [logprob(self.id, p) for p in where], finish,
+                chosen)  # fmt: skip
 
 
 def frame(version: int, rows: list[Any]) -> Tokens:
@@ -88,6 +98,8 @@ def frame(version: int, rows: list[Any]) -> Tokens:
         tokens=array("I", [t for r in rows for t in r[2]]).tobytes(),
         logprobs=array("f", [x for r in rows for x in r[3]]).tobytes(),
         finished={n: r[4] for n, r in enumerate(rows) if r[4]},
+        experts=b"".join(r[5] for r in rows),
+        expert_counts=tuple(len(r[5]) // 2 for r in rows) if any(len(r[5]) != 2 * len(r[2]) for r in rows) else (),
     )  # fmt: skip
 
 
@@ -118,7 +130,7 @@ def _spoiled(sent: Tokens, how: int, at: int) -> Tokens:
         {"counts": (*counts[:row], 0, *counts[row + 1 :])}, {"counts": (*counts[:row], -1, *counts[row + 1 :])},
         {"tokens": sent.tokens[:-4]}, {"tokens": sent.tokens[:-1]}, {"tokens": b""}, {"logprobs": sent.logprobs[4:]},
         {"logprobs": sent.logprobs + b"\0\0\0\0"}, {"finished": {len(sent.handles): "stop"}},
-        {"finished": {-1: "stop"}},
+        {"finished": {-1: "stop"}}, {"expert_counts": (*counts, 1)},
         {"tokens": put(sent.tokens, "I", VOCABULARY)}, {"tokens": put(sent.tokens, "I", 2**32 - 1)},
         *({"logprobs": put(sent.logprobs, "f", x)} for x in (math.nan, math.inf, -math.inf, 0.5)),
     ]  # fmt: skip
@@ -162,6 +174,7 @@ class World:
         self.offered = self.restored = self.in_gaps = 0
         """Tokens in all frames; tokens that the journal had; tokens in rows that began after a gap."""
         self.closed = self.withdrawn = 0
+        self.with_experts = 0
 
     def step(self) -> None:
         action = self.choose(ACTIONS)
@@ -182,7 +195,7 @@ class World:
         new, known = episode(id), Truth()
         work = Work(id, 0, "", 0, 0)
         if past := min(past, work.end()):
-            _, position, tokens, logprobs, finish = work.row(0, past)
+            _, position, tokens, logprobs, finish, _ = work.row(0, past)
             new.take(position, tokens, logprobs, 3, finish)  # type: ignore[arg-type]
             known.versions += [3] * past
         self.ledger.open(new)
@@ -202,7 +215,9 @@ class World:
         assert entry.handle not in self.live
         assert entry.handle not in self.ended
         start = len(entry.episode.tokens)
-        work = self.live[entry.handle] = Work(id, entry.handle, worker, version, start, entry.episode.turn_start)
+        work = self.live[entry.handle] = Work(
+            id, entry.handle, worker, version, start, entry.episode.turn_start, entry.episode.experts_end
+        )
         self.works = [*self.works[-11:], work]
         return work
 
@@ -240,6 +255,9 @@ class World:
         right = tuple(logprob(done.id, p) if response.sampled[p] else 0.0 for p in where)
         assert response.logprobs == right
         assert response.sampled == tuple(v >= 0 for v in known.versions)
+        assert response.experts in (b"", experts(done.id, -2, len(where) - 1))
+        assert response.experts or set(known.versions) == {3}, "only what the journal had has none"
+        self.with_experts += bool(response.experts)
 
     def withdraw(self) -> None:
         ids = [self.choose(sorted(self.ledger.entries)) for _ in range(self.choose([1, 2]))]
@@ -343,7 +361,7 @@ class World:
 
     def spoil(self) -> None:
         worker, sent = self.choose(self.sent)
-        self._refuse(worker, _spoiled(sent, self.choose(range(18)), self.choose(range(32))))
+        self._refuse(worker, _spoiled(sent, self.choose(range(19)), self.choose(range(32))))
 
     def lie(self) -> None:
         """Send a valid frame, except for one row that ends where it must not, or does not end where it must."""
@@ -355,12 +373,12 @@ class World:
             case "finish":
                 row[4] = self.choose([f for f in (None, "stop", "length") if f != row[4]])
             case "negative":
-                row[1:] = -1, [7, 7], [-1.0, -1.0], None
+                row[1:] = -1, [7, 7], [-1.0, -1.0], None, b""
             case "after the stop":
-                row[2:] = [7, STOP, 7], [-1.0] * 3, None
+                row[2:] = [7, STOP, 7], [-1.0] * 3, None, b""
             case "too long":
                 count = MAX_TOKENS + 1 - have
-                row[2:] = [7] * count, [-1.0] * count, None
+                row[2:] = [7] * count, [-1.0] * count, None, b""
         others = [w for w in works if (w.worker, w.version) == (bad.worker, bad.version) and w is not bad]
         good = [w.row(len(self.ledger.entries[w.id].episode.tokens), 1) for w in others]
         self._refuse(bad.worker, frame(bad.version, [*good, row]))
@@ -418,6 +436,7 @@ def test_long_random_run_ends_with_the_correct_tokens(seed: int) -> None:
     for _ in range(1000):
         world.step()
     world.finish()
+    assert world.with_experts > 0
     c = world.ledger.counts
     assert min(c.accepted, c.repeated, c.late, c.unwanted, c.stale, c.gaps, c.moved, world.closed) >= 3, c
     assert c.accepted == c.closed + c.withdrawn

@@ -127,6 +127,8 @@ class SegmentTokens:
                 if new < 0 or episode.finish is not None:
                     break
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                if event.experts is not None:
+                    episode.take_experts(event.experts.start, event.experts.data, event.experts.width)
                 if event.finish is not None:
                     self.turns.append(TurnSpan(episode.turn_start, len(episode.tokens), event.finish))
             elif isinstance(event, TurnCut):

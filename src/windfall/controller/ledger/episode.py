@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import xxhash
 
+from windfall.chosen_experts import ChosenExperts
 from windfall.link.messages import Tokens
 from windfall.types import Finish, Response, Sampling, policy_of
 
@@ -54,6 +55,8 @@ class Episode:
     name the engine."""
     worker_runs: list[tuple[str, int]] = field(default_factory=list)
     """(worker, number of tokens) of the same tokens."""
+    experts: ChosenExperts | None = None
+    """Those of its leading tokens, from the first one of the prompt on, in a model with experts. None: not known."""
     version: int | None = None
     """Every token must come from this version; None: from any version in the version window."""
     turn_start: int = 0
@@ -74,6 +77,17 @@ class Episode:
         self.logprobs.extend(logprobs)
         _extend(self.version_runs, version, len(tokens))
         self.finish = finish
+
+    def take_experts(self, start: int, data: bytes | memoryview, width: int) -> None:
+        """Add the chosen experts of tokens from position `start` on, where the prompt ends at 0."""
+        if self.experts is None:
+            self.experts = ChosenExperts(start=-len(self.prompt))
+        self.experts.add(start, data, width)
+
+    @property
+    def experts_end(self) -> int:
+        """Position after the last token whose chosen experts came, or will never come."""
+        return -len(self.prompt) if self.experts is None else self.experts.end
 
     def record(self, count: int, version: int, engine: str, worker: str) -> None:
         """Record who generated the last `count` tokens."""
@@ -109,6 +123,8 @@ class Episode:
         del self.tokens[length:], self.logprobs[length:]
         self.version_runs, self.engine_runs = _without(self.version_runs, count), _without(self.engine_runs, count)
         self.worker_runs = _without(self.worker_runs, count)
+        if self.experts is not None:
+            self.experts.cut(length - 1)  # the last token was not computed
         return count
 
     def observe(self, tokens: Iterable[int]) -> bool:
@@ -150,6 +166,7 @@ class Episode:
             workers=self._sources(self.worker_runs, sampled.count(True)),
             agent=agent,
             role=self.role,
+            experts=b"" if self.experts is None else self.experts.of(-len(self.prompt), length - 1),
         )
 
     def _sources(self, runs: Sequence[tuple[str, int]], sampled: int) -> tuple[tuple[str, int], ...]:

@@ -29,7 +29,7 @@ import numpy as np
 from windfall.controller.ledger import journal_format as records
 from windfall.controller.ledger.journal_format import History, JournalContents, file_path, list_files
 from windfall.errors import WindfallError, unwritable
-from windfall.link.messages import Tokens
+from windfall.link.messages import Tokens, expert_columns
 
 
 class Journal:
@@ -179,6 +179,7 @@ def _select_rows(frame: Tokens, rows: list[int]) -> Tokens:
     for count in counts:
         starts.append(starts[-1] + count)
     cut = lambda data: b"".join(data[4 * starts[r] : 4 * starts[r + 1]] for r in rows)  # noqa: E731
+    experts = expert_columns(frame)[1] if frame.experts else []
     return Tokens(
         version=frame.version,
         versions=frame.versions,
@@ -188,4 +189,6 @@ def _select_rows(frame: Tokens, rows: list[int]) -> Tokens:
         tokens=cut(frame.tokens),
         logprobs=cut(frame.logprobs),
         finished={n: frame.finished[r] for n, r in enumerate(rows) if r in frame.finished},
+        experts=b"".join(experts[r][1] for r in rows if experts),
+        expert_counts=tuple(frame.expert_counts[r] for r in rows if frame.expert_counts),
     )

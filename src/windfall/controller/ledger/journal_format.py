@@ -27,9 +27,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from windfall.chosen_experts import ChosenExperts
 from windfall.controller.ledger.episode import smallest
 from windfall.errors import WindfallError, newer_format
-from windfall.link.messages import Tokens, columns
+from windfall.link.messages import Tokens, columns, expert_columns
 from windfall.types import Finish
 
 FORMAT = 1
@@ -180,6 +181,8 @@ class TokenRun:
     version: int
     finish: Finish | None = None
     policy: str = ""
+    experts: ChosenExperts | None = None
+    """Those that came with the tokens, in a model with experts."""
 
 
 History = dict[str, list[TokenRun | TurnGraded | Prompted | TurnCut]]
@@ -313,8 +316,9 @@ class _HistoryReader:
         tokens, logprobs = columns(frame)
         runs, version, end = self._runs, frame.version, 0
         policies, versions = self._policies, frame.versions
-        rows = zip(frame.handles, frame.positions, frame.counts or repeat(1), strict=False)
-        for handle, position, count in rows:
+        width, experts = expert_columns(frame) if frame.experts else (0, repeat(None))
+        rows = zip(frame.handles, frame.positions, frame.counts or repeat(1), experts, strict=False)
+        for handle, position, count, chosen in rows:
             end += count
             if versions:
                 version = versions.get(policies.get(handle, ""), frame.version)
@@ -324,6 +328,8 @@ class _HistoryReader:
                 run.logprobs.append(logprobs[end - 1])
             elif handle in self._ids:  # otherwise this controller process never assigned it
                 self._add_row(handle, position, tokens[end - count : end], logprobs[end - count : end], version)
+            if chosen is not None and (run := runs.get(handle)) is not None:
+                _add_experts(run, *chosen, width)
         for row, finish in frame.finished.items():
             if (run := runs.pop(frame.handles[row], None)) is not None:
                 run.finish = finish
@@ -340,3 +346,10 @@ class _HistoryReader:
             run.tokens.extend(tokens[known:])
             run.logprobs.extend(logprobs[known:])
         self._runs[handle] = run
+
+
+def _add_experts(run: TokenRun, start: int, data: memoryview, width: int) -> None:
+    if run.experts is None:
+        run.experts = ChosenExperts(start=start)
+    skip = max(0, run.experts.start - start)
+    run.experts.add(start + skip, data[skip * width :], width)

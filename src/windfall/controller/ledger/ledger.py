@@ -27,7 +27,7 @@ from itertools import accumulate, repeat
 from typing import Literal
 
 from windfall.controller.ledger.episode import Episode, Malformed, check_end
-from windfall.link.messages import Tokens, columns
+from windfall.link.messages import Tokens, columns, expert_columns
 from windfall.types import Finish
 
 EntryState = Literal["queued", "running", "turn"]
@@ -39,6 +39,10 @@ UNLIMITED = 1 << 32
 """Size of a vocabulary that is not known."""
 MAX_ENDED_HANDLES = 1 << 16
 """Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
+
+
+ExpertRows = list[tuple[int, memoryview]]
+"""See link.messages.expert_columns."""
 
 
 @dataclass(slots=True)
@@ -220,6 +224,7 @@ class Ledger:
         that the worker last reported as loaded, and the only one that it may have swapped in; None: any."""
         try:
             tokens, logprobs = columns(frame)
+            width, experts = expert_columns(frame) if frame.experts else (0, [])
         except ValueError as e:
             raise Malformed(str(e)) from e
         vocabulary = min(self.vocabularies.get(policy, UNLIMITED) for policy in frame.by_policy)
@@ -228,6 +233,7 @@ class Ledger:
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
             raise Malformed(f"invalid log-prob{self._owner_of_invalid(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
+        _check_experts(held, frame, width, experts)
         row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
         entries = _expected_entries(held, frame)
         if entries is None:
@@ -236,7 +242,7 @@ class Ledger:
                 entries = _expected_entries(held, frame)
         if entries is None:
             self._check_rows(held, frame, tokens, row_ends)
-            return self._accept_rows(worker, frame, tokens, logprobs)
+            return self._accept_rows(worker, frame, tokens, logprobs, width, experts)
         # Nearly every frame takes this path, mostly with one token per response. Its speed limits how many tokens per
         # second a controller can accept.
         self._check_ends(entries, frame, tokens, row_ends)
@@ -254,6 +260,8 @@ class Ledger:
                 else:
                     episode.tokens.extend(tokens[end - count : end])
                     episode.logprobs.extend(logprobs[end - count : end])
+        for entry, (start, data) in zip(entries, experts, strict=False):
+            entry.episode.take_experts(start, data, width)
         self.counts.accepted += len(tokens)
         self._context[worker] = self.context(worker) + len(tokens)
         accepted = Acceptance(tokens=len(tokens), rows=list(range(len(entries))))
@@ -287,7 +295,9 @@ class Ledger:
         entry = self._by_worker.get(worker, {}).get(frame.handles[row])
         return f", in {entry.episode.id}" if entry else ""
 
-    def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
+    def _accept_rows(
+        self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float], width: int, experts: ExpertRows
+    ) -> Acceptance:
         """Accept row by row, because some rows do not continue at the next position, or a response occurs twice."""
         held = self._by_worker.get(worker) or {}
         accepted, counts, at = Acceptance(), frame.counts, 0
@@ -307,6 +317,8 @@ class Ledger:
             episode = entry.episode  # type: ignore[union-attr]
             episode.tokens.extend(tokens[at + skip : at + count])
             episode.logprobs.extend(logprobs[at + skip : at + count])
+            if experts:
+                episode.take_experts(*experts[row], width)
             self._context[worker] += count - skip
             accepted.tokens += count - skip
             if frame.versions:
@@ -528,6 +540,15 @@ def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[Ledge
         and len(set(frame.handles)) == len(entries) > 0
     )
     return entries if usual else None
+
+
+def _check_experts(held: dict[int, LedgerEntry], frame: Tokens, width: int, experts: ExpertRows) -> None:
+    """Raise Malformed if chosen experts do not belong to the responses of their rows."""
+    for handle, (start, _) in zip(frame.handles, experts, strict=False):
+        if (entry := held.get(handle)) is not None:
+            e = entry.episode
+            if start < -len(e.prompt) or (e.experts is not None and e.experts.width != width):
+                raise Malformed(f"{e.id}: experts of tokens from {start} on, {width} bytes for each")
 
 
 def _check_policies(held: dict[int, LedgerEntry], frame: Tokens) -> None:

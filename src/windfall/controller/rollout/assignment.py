@@ -57,4 +57,5 @@ def _work(entry: LedgerEntry, exact: bool) -> m.Work:
         stop=tuple(e.stop),
         group=e.group,
         policy=e.policy,
+        experts_known=len(e.prompt) + e.experts_end,
     )

@@ -512,6 +512,8 @@ class Stream:
                 if new < 0:
                     break  # a file was damaged: what comes after the gap is generated again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                if event.experts is not None:
+                    episode.take_experts(event.experts.start, event.experts.data, event.experts.width)
                 if end := self._turn_end(episode, whole=True):
                     episode.cut(end)
                     episode.finish = "stop"

@@ -47,11 +47,12 @@ class TorchEngine(PagedEngine):
         speculation: bool = False,
         adapters: int = 0,
         adapter_rank: int = 0,
+        experts: bool = False,
     ) -> None:
         """`kv`: pages in memory that another engine shares; then `kv_tokens` and `page_size` do not count.
         `speculation`: draft tokens from the texts of siblings where that is faster. Up to rounding, which is that of
-        another batch, and bit for bit in deterministic mode, the tokens are the same. `adapters`, `adapter_rank`: as in
-        EngineSpec."""
+        another batch, and bit for bit in deterministic mode, the tokens are the same. `adapters`, `adapter_rank`,
+        `experts`: as in EngineSpec; a model without experts returns none."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
@@ -60,7 +61,7 @@ class TorchEngine(PagedEngine):
         scheduler = Scheduler(pages, slots=slots, max_rows=max_rows, one_batch=True)
         # The newest token needs no page yet, but the next one would.
         super().__init__(model, scheduler, version=version, limit=count * pages.size - 1, kv=kv)
-        how: dict[str, Any] = {"deterministic": deterministic, "kv": kv, "adapters": adapters > 0}
+        how: dict[str, Any] = {"deterministic": deterministic, "kv": kv, "adapters": adapters > 0, "experts": experts}
         self._runner = Runner(model, pages=count, page_size=pages.size, **how)
         if self._runner.adapters is not None:
             self._hold_adapters(self._runner.adapters, adapters, adapter_rank)
@@ -68,7 +69,9 @@ class TorchEngine(PagedEngine):
         self._drafts = Drafts() if speculation and kv is None else None
         self._draft_length = DraftLength(WIDTHS)
         self._watch = Watch()
-        self.capabilities = replace(self.capabilities, drafts=self._drafts is not None)
+        self.capabilities = replace(
+            self.capabilities, drafts=self._drafts is not None, experts=self._runner.experts is not None
+        )
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None, prefill: bool = True) -> list[Chunk]:
         del most_steps  # every launch is one step, which is waited for
@@ -144,7 +147,13 @@ class TorchEngine(PagedEngine):
         request, first = s.request, s.generated == 0
         tokens = [token for token, _ in drawn]
         count, right = verify(tokens, expected or (), request.max_tokens - s.generated, request.stop)
+        chosen: dict[str, Any] = {}
+        if self._runner.experts is not None:  # before the response may lose its pages
+            span = range(s.experts_sent, len(s.tokens) + count - 1)
+            chosen = {"experts": self._runner.experts.of_tokens(s.pages, span), "expert_tokens": len(span)}
+            s.experts_sent = span.stop
         chunk = self._append(s, tokens[:count], [logprob for _, logprob in drawn[:count]], self.versions)
+        chunk = replace(chunk, **chosen) if chosen else chunk
         self._counters.drafted += len(drawn) - 1
         self._counters.accepted += count - 1
         if self._drafts is not None:

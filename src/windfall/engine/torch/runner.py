@@ -12,6 +12,7 @@ The deterministic mode costs padding (a single response pays for TILE rows), and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.adapters import TorchAdapters
 from windfall.engine.torch.arena import TenantKV
+from windfall.engine.torch.expert_cache import ExpertCache
 from windfall.engine.torch.prepacked import drop_copies, prepacked
 from windfall.engine.torch.sampler import sample
 from windfall.models.attention import Block, Paged, cache_shapes
@@ -55,9 +57,10 @@ class Runner:
         deterministic: bool,
         kv: TenantKV | None = None,
         adapters: bool = False,
+        experts: bool = False,
     ) -> None:
         """`kv`: memory that another engine shares; by default, the runner allocates its own. `adapters`: rows may use
-        adapters."""
+        adapters. `experts`: remember which experts compute each token, if the model has some."""
         self.model = model if deterministic else prepacked(model)
         self.adapters = TorchAdapters(self.model, whole=deterministic) if adapters else None
         if self.adapters is not None:
@@ -68,6 +71,7 @@ class Runner:
         self.scratch = pages if kv is None else kv.scratch
         self.device = model.device
         self._shapes = cache_shapes(model)
+        self.experts = ExpertCache.of(self.model, self.scratch + 1, page_size) if experts and kv is None else None
         self.pools: list[tuple[Tensor, Tensor]] | None = None
         self.allocate()
 
@@ -147,7 +151,9 @@ class Runner:
         keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}
         assert self.pools is not None, "the memory of the KV cache is not allocated"
         batch = Paged(iter(self.pools), into, blocks)
-        return self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, batch=batch, **keep).logits[0]
+        with nullcontext() if self.experts is None else self.experts.recording(slots):
+            passed = self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, batch=batch, **keep)
+        return passed.logits[0]
 
     def _sample(self, logits: Tensor, rows: Sequence[tuple[SequenceState, int] | None]) -> list[Sampled]:
         """The tokens after these indices of these sequences. None: a row that pads a tile."""

@@ -9,9 +9,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import FILL, on_a_small_disk
 from tests.support.tinker_run import TinkerRun, ended, lines
 
 pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
+
+FULL_DISK = """
+from tests.support.tinker_run import TinkerRun, ended, lines
+
+steps = "8"
+with TinkerRun(disk, "--models", "1", "--samplers", "2") as run:
+    alone = ended(run.client(Path("alone.json"), steps), Path("alone.json"), 240)
+    output = Path("client.json")
+    client = run.client(output, steps)
+    run.until(lambda: len(lines(output)) >= 8, "has made two steps of the second loop")
+    fill()
+    code = run.wait()
+    said = run.output()
+    assert code == 2, (code, said)
+    assert "Traceback" not in said, said
+    assert "No space left" in said or "disk is full" in said, said
+    assert str(disk) in said, said
+    assert client.poll() is None, "the client has given up"
+    (disk / "fill").unlink()
+    run.resume()
+    found = ended(client, output, 240)
+    assert found[:-1] == alone[:-1], "results differ"
+    assert run.weights(found[-1]["weights"]) == run.weights(alone[-1]["weights"]), "weights differ"
+    assert run.stop() == 0, run.output()
+"""
 
 
 def hunted(run: TinkerRun, kills: list[str], steps: int, folder: Path, seed: int = 0) -> list[dict[str, object]]:
@@ -51,3 +77,10 @@ def test_loop_whose_server_is_killed_twenty_times_has_the_same_results(tmp_path:
         assert found[:-1] == alone[:-1]
         assert run.weights(str(found[-1]["weights"])) == run.weights(str(alone[-1]["weights"])), "bit for bit"
         assert run.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_server_on_a_full_disk_ends_and_continues_when_there_is_room(tmp_path: Path) -> None:
+    done = on_a_small_disk(tmp_path, FILL + FULL_DISK, timeout_s=800)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,9 @@ def fill():
 """
 
 
-def on_a_small_disk(here: Path, script: str, *arguments: str, name: str = "disk") -> subprocess.CompletedProcess[str]:
+def on_a_small_disk(
+    here: Path, script: str, *arguments: str, name: str = "disk", timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run a script whose first argument is the folder of the disk, `here`/`name`."""
     disk = here / name
     disk.mkdir()
@@ -42,6 +44,6 @@ def on_a_small_disk(here: Path, script: str, *arguments: str, name: str = "disk"
     (here / "script.py").write_text(script)
     return subprocess.run(
         [*namespace, f'{mount} && exec "$@"', "sh", sys.executable, "script.py", str(disk), *arguments],
-        cwd=here, capture_output=True, text=True, timeout=300, check=False,
+        cwd=here, capture_output=True, text=True, timeout=timeout_s, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip

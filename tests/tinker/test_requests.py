@@ -161,3 +161,8 @@ def test_fields_of_a_newer_sdk_are_refused_only_if_they_are_used() -> None:
         requests.sample(body | {"logit_mask": [1]})
     with pytest.raises(Refusal, match=r"sampling_params\.min_p: this field is not known"):
         requests.sample(body | {"sampling_params": {"min_p": 0.1}})
+
+
+def test_numbers_that_cannot_be_stored_are_refused() -> None:
+    assert "<=" in why(requests.sample, sample(seq_id=1 << 63))
+    assert "<=" in why(requests.sample, sample(params={"top_k": 1 << 31}))

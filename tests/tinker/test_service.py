@@ -13,6 +13,7 @@ import pytest
 from tests.support.tinker_service import ALICE, BOB, Client, Server, contents, tinker_server
 from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
+from windfall.training import Adam
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
 WAIT_S = 250
@@ -202,6 +203,7 @@ def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], N
             (client.gradient([5] * (context + 1)), "more than the context"),
             (client.next(c.LoadWeights, path="tinker://nobody/weights/x"), "there are no weights"),
             (client.next(c.SaveWeights, name="../up"), "is no name"),
+            (client.next(c.OptimStep, adam=Adam(lr=1e38)), "at most"),
             (client.next(c.Refused, message="so says the wire"), "so says the wire"),
         ):
             failed = await client.result(call)

@@ -109,13 +109,13 @@ class CallLog:
 
     def add(self, entry: Entry) -> None:
         """A new call. It may be performed, but its id must not be told before `written`."""
-        self._entries[entry.id] = entry
-        self._open[entry.account] += 1
         assert entry.call is not None
         row = self._store.put(
             "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
             created=entry.created, done=None, failed=0, body=c.encode(entry.call), result=None,
         )  # fmt: skip
+        self._entries[entry.id] = entry
+        self._open[entry.account] += 1
         entry.written = self._store.write(row)
 
     def add_known(self, entry: Entry, result: c.Result) -> None:

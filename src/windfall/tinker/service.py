@@ -47,6 +47,8 @@ from windfall.tinker.sampler import FleetSampler
 from windfall.tinker.store import Statement, Store
 from windfall.training import AdapterSpec, Sample, TrainerFailed, TrainerLost
 
+MAX_SETTING = 1e6
+"""Of the optimizer. Larger ones leave the range of float32 within one update, which ends the trainer's process."""
 TIDY_S = 5.0
 PARTS = {"training": "weights", "sampler": "sampler_weights"}
 """By kind of saved weights: the part of their path that says so."""
@@ -512,6 +514,8 @@ class TinkerService:
                     return f"{call.path} has no state of the optimizer: it was saved for sampling"
             case c.SaveWeights() | c.SaveForSampler() if not _is_name(call.name, call):
                 return f"{call.name!r} is no name for weights: use letters, digits, '.', '_' and '-'"
+            case c.OptimStep(adam=adam) if max(adam.lr, adam.eps, adam.weight_decay) > MAX_SETTING:
+                return f"adam_params: learning_rate, eps and weight_decay are at most {MAX_SETTING:g}"
             case c.Forward() | c.ForwardBackward():
                 return next(filter(None, (self._wrong(n, sample) for n, sample in enumerate(call.samples))), "")
         return ""

@@ -20,7 +20,8 @@ MAX_SEQUENCES = 4096
 """Largest number of sequences of a sample."""
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
-Natural = Annotated[int, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""No larger than what every format on the way can hold."""
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, Meta(min_length=1)]
 TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
@@ -144,7 +145,7 @@ class SamplingFields(Struct):
     seed: int | None = None
     stop: str | list[str | Token] | None = None
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = -1
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 

@@ -1,0 +1,91 @@
+"""What is kept of calls, for how long, and what a client is told of those that have a result."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from windfall.tinker import calls as c
+from windfall.tinker.call_log import CLONE, KEPT_S, CallLog, Entry
+from windfall.tinker.keys import Account
+from windfall.tinker.store import Store
+
+ALICE, BOB = (Account(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
+DONE = c.Stepped(metrics={"lr": 0.5})
+
+
+def entry(number: int, sampler: str = "s") -> Entry:
+    call = c.UnloadModel(model="m")
+    return Entry(id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, call=call, created=time.time())
+
+
+def play(folder: Path, script: Callable[[Store], Awaitable[None]]) -> None:
+    async def main() -> None:
+        store = Store(folder)
+        await script(store)
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
+    async def script(store: Store) -> None:
+        log, entries = CallLog(store), [entry(n) for n in range(300)]
+        for each in (*entries, entry(CLONE + 1)):
+            log.add(each)
+        assert log.open_calls("alice") == 301
+        found, cursor = list[str](), 0
+        for n in (100, 1, 199):
+            await asyncio.gather(*(log.done(e, DONE) for e in entries[len(found) : len(found) + n]))
+            cursor, new = await log.completions("s", 0, cursor, 5.0)
+            found += [e.id for e in new]
+        assert found == [e.id for e in entries]
+        assert await log.completions("s", 0, cursor, 0.01) == (cursor, [])
+        assert log.open_calls("alice") == 1
+
+    play(tmp_path, script)
+
+
+def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(tmp_path: Path) -> None:
+    async def script(store: Store) -> None:
+        log, (seen, unseen, open_, repeated) = CallLog(store), map(entry, range(4))
+        for each in (seen, unseen, open_, repeated):
+            log.add(each)
+        await asyncio.gather(log.done(seen, DONE), log.done(unseen, DONE), log.done(repeated, DONE, repeated=True))
+        log.retrieved(BOB, [seen.id])
+        assert seen.result
+        log.retrieved(ALICE, [seen.id, open_.id, repeated.id])
+        assert not seen.result
+        assert await log.outcome(seen, 0.0) == c.Done(result=DONE, size=unseen.size)
+        assert await log.outcome(open_, 0.0) is None
+        for each in (seen, repeated):
+            assert each.retrieved is not None
+            each.retrieved -= KEPT_S + 1
+        await log.forget(lambda entry: False)
+        assert [log.get(e.id) for e in (seen, unseen, open_, repeated)] == [None, unseen, open_, repeated]
+        assert unseen.done is not None
+        unseen.done -= KEPT_S + 1
+        await log.forget(lambda entry: True)  # nobody will come for it
+        assert log.get(unseen.id) is None
+
+    async def next_server(store: Store) -> None:
+        log = CallLog(store)
+        assert [e.id for e in log.restore()] == ["s/2", "s/3"]
+        assert log.open_calls("alice") == 1
+        again = log.get("s/3")
+        assert again is not None
+        assert await log.outcome(again, 0.0) == c.Done(result=DONE, size=again.size)
+
+    play(tmp_path, script)
+    play(tmp_path, next_server)
+
+
+def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: Path) -> None:
+    async def script(store: Store) -> None:
+        log, huge = CallLog(store), entry(1 << 70)
+        log.add(huge)
+        assert huge.written is not None
+        await asyncio.wait([huge.written, store.failed])
+        assert "cannot be written" in str(store.failed.exception())
+
+    play(tmp_path, script)

@@ -1,4 +1,4 @@
-"""Docs describe what is: the recipe page is the recipe's definition, and what the README names exists."""
+"""Docs describe what is: generated pages are up to date, and what pages name, link and command exists."""
 
 from __future__ import annotations
 
@@ -28,15 +28,26 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
-def test_the_recipe_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("recipe_reference", ROOT / "scripts" / "recipe_reference.py")
+@pytest.mark.parametrize("name", ["recipe", "command"])
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"{name}_reference", ROOT / "scripts" / f"{name}_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "recipes.md").read_text() == module.page(), (
-        "python scripts/recipe_reference.py > docs/recipes.md"
+    assert (ROOT / "docs" / f"{name}s.md").read_text() == module.page(), (
+        f"python scripts/{name}_reference.py > docs/{name}s.md"
     )
+
+
+def test_the_site_lists_every_page_once() -> None:
+    def pages(entry: Any) -> Iterator[str]:
+        for item in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            yield from [item] if isinstance(item, str) else pages(item)
+
+    config = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    docs = ROOT / config["docs_dir"]
+    assert sorted(pages(config["nav"])) == sorted(p.relative_to(docs).as_posix() for p in docs.rglob("*.md"))
 
 
 def test_the_table_of_models_is_the_one_that_its_command_prints() -> None:
@@ -67,6 +78,41 @@ def test_links_and_named_files_exist() -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_of_links_exist() -> None:
+    missing = list[str]()
+    for page in PAGES:
+        for file, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text()):
+            if anchor not in anchors(page.parent / file if file else page):
+                missing.append(f"{page.name}: {file}#{anchor}")
+    assert not missing
+
+
+def test_links_of_the_docs_stay_on_the_site() -> None:
+    """The site has the pages and pictures of docs/; a file of the source is named in code, without a link."""
+    docs = ROOT / "docs"
+    for page in docs.rglob("*.md"):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).resolve().is_relative_to(docs), f"{page.name}: {link}"
+
+
+def test_nested_lists_look_alike_on_github_and_on_the_site() -> None:
+    """The site's Markdown nests a list by four spaces, and starts one only after an empty line."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert not re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*", text, re.MULTILINE), f"{page.name}: indent by four spaces"
+        for block in re.split(r"\n\s*\n", text):
+            assert re.match(r"[-*#< ]|\d+\. ", block) or "\n- " not in block, (
+                f"{page.name}: no empty line: {block[:80]}"
+            )
+
+
 def test_every_name_in_the_architecture_page_exists() -> None:
     """`file:name` stands for a function, a class or a constant at the top level of the file."""
     missing = list[str]()
@@ -90,9 +136,10 @@ def test_every_package_has_its_line_in_the_architecture_page() -> None:
     assert not [name for name in top if f"`{name}/" not in text]
 
 
-def test_every_make_target_in_the_readme_exists() -> None:
-    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"\bmake ([a-z0-9]+)", (ROOT / "README.md").read_text())) <= targets
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"(?:`|^ *)make ([a-z0-9-]+)", page.read_text(), re.MULTILINE)) <= targets, page
 
 
 def test_the_workflow_runs_what_ci_runs() -> None:
@@ -139,7 +186,7 @@ def test_commands_and_their_options_exist() -> None:
         if unknown := [option for option in options if option not in known]:
             wrong.append(f"{page}: {' '.join(words)}: {command.name} has no {', '.join(unknown)}")
         is_group = bool(getattr(command, "commands", {})) and not getattr(command, "invoke_without_command", False)
-        if is_group and rest and not rest[0].isupper() and rest[0] != "...":
+        if is_group and rest and not rest[0].isupper() and not rest[0].startswith(("-", "...")):
             wrong.append(f"{page}: {' '.join(words)}: no such command")
     assert not wrong
 
@@ -169,11 +216,11 @@ def test_recipes_of_the_guides_are_valid(page: Path) -> None:
             assert worker_sources.preview(recipe)
 
 
-def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:
-    """The files exactly as the README prints them, checked by --dry-run; a task is created and graded."""
-    readme = (ROOT / "README.md").read_text()
+def test_own_task_of_the_start_page_runs(tmp_path: Path) -> None:
+    """The files exactly as the page prints them, checked by --dry-run; a task is created and graded."""
+    page = (ROOT / "docs" / "start.md").read_text()
     for name, kind in (("my_task.py", "python"), ("my_task.toml", "toml")):
-        block = re.search(rf"`{re.escape(name)}`:\n\n```{kind}\n(.*?)```", readme, re.DOTALL)
+        block = re.search(rf"`{re.escape(name)}`:\n\n```{kind}\n(.*?)```", page, re.DOTALL)
         assert block, name
         (tmp_path / name).write_text(block[1])
     command = [sys.executable, "-m", "windfall.run.cli", "train", "my_task.toml", "--dry-run"]

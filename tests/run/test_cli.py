@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -71,6 +72,15 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     assert [*shown[:4], *shown[-3:]] == ["demo", "examples", "doctor", "new", "env-server", "serve", "fleet"]
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    """What `windfall --install-completion` lets the shell call at each press of the key."""
+    for line, word, expected in (("windfall tr", 1, {"train", "trainer"}), ("windfall train --dry", 2, {"--dry-run"})):
+        variables = {"_WINDFALL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
+        command = [sys.executable, "-m", "windfall.run.cli"]
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+        assert set(done.stdout.split()) == expected, done.stderr
+
+
 def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, err = windfall("train", "small.toml", "--set", "log.wandb=project")
@@ -128,6 +138,11 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["top", "short.token"], "short.token: this is a file, not a run"),
         (["trian", "small.toml"], "windfall: unknown command 'trian'\nDid you mean 'train'?"),
         (["training"], "windfall: unknown command 'training'\nDid you mean 'train'?"),
+        (["train"], "windfall train: missing argument 'RECIPE.toml'\n`windfall train --help` says what it takes."),
+        (["train", "small.toml", "--dryrun"], "windfall train: no such option: --dryrun\nDid you mean '--dry-run'?"),
+        (["train", "small.toml", "other.toml"], "windfall train: got unexpected extra argument"),
+        (["worker", "--lease", "rented"], "invalid value for '--lease': 'rented' is not one of 'reserved', 'spot'"),
+        (["fleet", "preveiw"], "windfall fleet: no such command 'preveiw'"),
         (["export", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["page", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["resume", "x" * 300], "File name too long"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import re
@@ -40,7 +41,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands, help="Train language models with reinforcement learning on GPUs that come and go.",
-    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 fleet = typer.Typer(help="Preview workers on clusters and clouds.", no_args_is_help=True)
 
@@ -427,19 +428,37 @@ def _exit_with(error: WindfallError) -> None:
     sys.exit(2)
 
 
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # pyright: ignore[reportAssignmentType]
+"""What typer raises for wrong arguments: click's own class in older versions of typer, a copy of it in newer ones."""
+
+
+def _usage_error(error: Any) -> WindfallError:
+    """An error of typer in the words of windfall's errors: what, in which command, and what to do."""
+    if not error.format_message():  # no command was given, so typer has printed the help
+        sys.exit(2)
+    what = error.format_message().partition(" (Possible options")[0].replace("Value error, ", "").rstrip(".")
+    command = error.ctx.command_path if error.ctx else "windfall"
+    known = [name.lstrip("-") for p in error.ctx.command.params for name in p.opts] if error.ctx else []
+    close = difflib.get_close_matches(getattr(error, "option_name", "").lstrip("-"), known, n=1)
+    fix = f"Did you mean '--{close[0]}'?" if close else f"`{command} --help` says what it takes."
+    return WindfallError(what[:1].lower() + what[1:], where=command, fix=fix)
+
+
 def main() -> None:
     """The entry point. An error that the user can fix is shown without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a text from a log must not end a command
     try:
-        app()
+        sys.exit(app(prog_name="windfall", standalone_mode=False))
+    except UsageError as e:
+        _exit_with(_usage_error(e))
     except WindfallError as e:
         _exit_with(e)
     except OSError as e:
         if (error := file_system_error(e, Path.cwd())) is None:
             raise  # unexpected: a bug report needs the traceback
         _exit_with(error)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
 
 

@@ -164,5 +164,5 @@ def test_fields_of_a_newer_sdk_are_refused_only_if_they_are_used() -> None:
 
 
 def test_numbers_that_cannot_be_stored_are_refused() -> None:
-    assert "<=" in why(requests.sample, sample(seq_id=1 << 63))
+    assert "<=" in why(requests.sample, sample().model_copy(update={"seq_id": 1 << 63}))
     assert "<=" in why(requests.sample, sample(params={"top_k": 1 << 31}))

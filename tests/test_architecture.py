@@ -67,7 +67,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve", "sft", "jobs", "tinker"},
+    {"page", "serve", "sft", "jobs", "tinker", "hub"},
     {"sim"},
     {"plan"},
     {"client"},

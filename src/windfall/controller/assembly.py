@@ -17,11 +17,13 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import count
 from typing import Any
 
 import msgspec
 
+from windfall import __version__
 from windfall.controller.cost import prices
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
@@ -142,7 +144,9 @@ class ControllerLife:
         recipe, hello = self.recipe, self.lead.hello
         if not self.resumed:
             bases = {"bases": self._bases} if recipe.policies else {}
-            self.events.instant("start", step=hello.step, steps=recipe.run.steps, **bases, **hello.facts)
+            versions = {"windfall": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
+            start = {"step": hello.step, "steps": recipe.run.steps, "versions": versions}
+            self.events.instant("start", **start, **bases, **hello.facts)
         texts = {name: text(name) for name in self.policies}
         rollout = self.rollout = Rollout(self.dispatch, env, texts, recipe, seed=recipe.run.seed, events=self.events)
         for name, policy in self.policies.items():

@@ -62,12 +62,15 @@ class JobProgress:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self.serves = ""
+        """The address at which the job answers, if it is a server."""
         self._reached: dict[str, int] = {}
         """By policy that is trained."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         """Seconds and tokens of the last steps."""
 
     def add(self, event: log.Event) -> None:
+        self.serves = str(event.get("serves", self.serves))
         if (event["kind"], event["name"]) == ("scalar", "step"):
             self._reached[str(event.get("policy", ""))] = int(event["step"])
             self._recent.append((float(event["s"]), float(event["made"])))

@@ -340,13 +340,16 @@ class Service:
         if job.state == "queued":
             waiting_for = f"one of {self.settings.jobs_at_once} places"
         elif run is not None:
-            waiting_for = self._waits(job.name) or ("" if run.progress.step else "its first step")
+            waiting_for = self._waits(job.name) or (
+                "" if run.progress.step or run.progress.serves else "its first step"
+            )
         return {
             "state": job.state, "share": job.share, "priority": job.priority, "step": job.step, "steps": job.steps,
             "usd": self.spent(job.name), "max_usd": job.max_usd, "deadline": job.deadline_s,
             "tokens_per_s": run.progress.tokens_per_s if run else 0.0, "eta_s": run.progress.eta_s if run else None,
             "reason": job.reason, "waiting_for": waiting_for, "submitted_s": job.submitted_s,
             "started_s": job.started_s, "ended_s": job.ended_s, "folder": str(self.store.path(job.name)),
+            "serves": run.progress.serves if run else "",
         }  # fmt: skip
 
     def _waits(self, name: str) -> str:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windfall.run.commands.options import Overrides
+from windfall.run.commands.options import Overrides, service_ca_option, token_option
+from windfall.run.submission import Submission
 
 if TYPE_CHECKING:
     from windfall.recipe.sections import Recipe
 
 BASE = "base"
 """The policy without an adapter."""
+JOB = "As a job of a service"
+"""Where the help shows these options."""
 
 
 def tinker(
@@ -34,18 +37,39 @@ def tinker(
     ] = None,
     recipe: Annotated[Path | None, typer.Option(metavar="RECIPE.toml", help="Recipe. Default: all defaults.")] = None,
     set: Overrides = None,
+    on: Annotated[
+        str, typer.Option(metavar="URL", rich_help_panel=JOB, help="Run it as a job of the service at this address.")
+    ] = "",
+    job: Annotated[str, typer.Option(rich_help_panel=JOB, help="Name of the job. Default: run.name.")] = "",
+    share: Annotated[
+        float, typer.Option(min=0.01, rich_help_panel=JOB, help="Share of the devices, relative to other jobs.")
+    ] = 1.0,
+    priority: Annotated[
+        int, typer.Option(rich_help_panel=JOB, help="Jobs with a higher one have the devices first.")
+    ] = 0,
+    max_usd: Annotated[
+        float, typer.Option(min=0.0, rich_help_panel=JOB, help="Stop the job when its bill reaches this. 0: no limit.")
+    ] = 0.0,
+    token: Annotated[str | None, token_option(what="the fleet's token", envvar="", panel=JOB)] = None,
+    tls_ca: Annotated[Path | None, service_ca_option(JOB)] = None,
 ) -> None:
     """Serve the Tinker API: clients train adapters of one base with loops of their own. Ctrl-C saves all models."""
     from windfall.recipe.file import load_recipe, parse_recipe
-    from windfall.run import recipe_check, start
+    from windfall.run import recipe_check, start, submission
     from windfall.tinker.wire import messages
 
     messages.check_installed()
     parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
     found = served(
-        parsed, model=model, port=port, name=name, rank=rank, models=models, samplers=samplers, context=context,
-        workers=workers, accounts=accounts,
+        parsed, model=model, port=0 if on and port is None else port, name=name, rank=rank, models=models,
+        samplers=samplers, context=context, workers=workers, accounts=accounts,
     )  # fmt: skip
+    if on:
+        asked = Submission(
+            on=on, token=token, ca=tls_ca, name=job, share=share, priority=priority, max_usd=max_usd
+        )  # fmt: skip
+        submission.part().submit(found, asked)
+        return
     recipe_check.check(found)
     start.train(found, start.new_folder(found))
 

@@ -86,7 +86,7 @@ def one(name: str, job: Mapping[str, Any], devices: Mapping[str, Any] | None = N
     used = {device: float(d["used_s"].get(name, 0.0)) for device, d in (devices or {}).items()}
     rows = [
         ("state", _plain(str(job["state"])) + (f": {reason}" if (reason := note(job)) else "")),
-        ("step", f"{job['step']} of {job['steps']}"),
+        ("serves", _plain(str(job["serves"]))) if job.get("serves") else ("step", f"{job['step']} of {job['steps']}"),
         ("share, priority", f"{job['share']:g}, {job['priority']}"),
         ("speed", f"{job['tokens_per_s']:,.0f} tokens/s" if job["tokens_per_s"] else "-"),
         ("time left", duration(job["eta_s"]) if job["state"] == "running" else "-"),

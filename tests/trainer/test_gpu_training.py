@@ -38,7 +38,8 @@ from windfall.trainer.model import activation_memory, layers, llama, lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
-from windfall.trainer.model.logprobs import Learner, PolicyModule, pack_rows
+from windfall.trainer.model.logprobs import Learner, PolicyModule
+from windfall.trainer.model.packs import pack_rows
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer, packs
@@ -99,7 +100,7 @@ def gradients_of(policy: PolicyModule, pack: list[Sample]) -> dict[str, torch.Te
     sums = policy.gradients
     assert sums is not None
     sums.zero()
-    hidden = policy(pack_rows(pack, policy.device)[0])
+    hidden = policy(pack_rows(pack, policy.device).rows)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
     return {n: g.clone() for n, g in ((n, sums.of(p)) for n, p in policy.model.named_parameters()) if g is not None}
 
@@ -119,7 +120,7 @@ def test_llama_body_has_the_gradients_of_the_module(name: str) -> None:
     policy, pack = policy_of(model_of(name)), samples()
     pack.append(replace(pack[0], targets=tuple(np.repeat(pack[0].targets, 3).tolist())))  # several for a position
     expected = gradients_of(policy, pack)
-    rows, _ = pack_rows(pack, policy.device)
+    rows = pack_rows(pack, policy.device).rows
     with torch.no_grad():
         hidden = policy(rows)
         for keep in (ALL, LIGHT, LEAST):
@@ -199,7 +200,7 @@ def test_activations_are_kept_only_for_a_backward_pass(monkeypatch: pytest.Monke
 
 def test_module_with_own_layers_still_serves_an_engine() -> None:
     model = model_of("qwen3")
-    rows, _ = pack_rows(samples(2), model.device)
+    rows = pack_rows(samples(2), model.device).rows
     ask = {"input_ids": rows.ids[None], "position_ids": rows.positions[None], "use_cache": False, "batch": rows.batch}
     with torch.no_grad():
         before = model(**ask).logits

@@ -54,6 +54,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),
     "train.ranks": ("free", ""),
+    "train.context_parallel": ("free", ""),
     "train.rendezvous": ("free", ""),
     "train.machine_timeout_s": ("free", ""),
     "train.offload": ("free", ""),

@@ -20,7 +20,8 @@ ROLLOUT = (
 )  # fmt: skip
 """Keys of [rollout] that may differ between policies. The others belong to the tasks, which all policies share."""
 OF_A_TRAINER = (
-    "lora", "ranks", "rendezvous", "machine_timeout_s", "offload", "checkpoint_activations", "rank_timeout_s",
+    "lora", "ranks", "context_parallel", "rendezvous", "machine_timeout_s", "offload", "checkpoint_activations",
+    "rank_timeout_s",
 )  # fmt: skip
 """Keys of [train] that cannot differ, because one trainer may have several policies."""
 

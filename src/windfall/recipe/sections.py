@@ -195,6 +195,9 @@ class Train(Section):
     ranks: Count | Literal["auto"] = "auto"
     """Processes of the trainer, each with its own GPU and its own part of the model. "auto" uses every GPU of the
     machine, and one process without a GPU; with `rendezvous` it is the number that torchrun or srun has started."""
+    context_parallel: Count = 1
+    """Ranks that compute a pack together, each a part of its tokens: for responses whose activations do not fit on one
+    GPU. It must divide the number of ranks and of the model's attention heads."""
     rendezvous: Endpoint = ""
     """Address of this machine, as HOST:PORT, at which the ranks of a trainer on several machines find it. Use an
     address of a private network. The run then starts no ranks itself: `windfall trainer --join` does."""
@@ -219,6 +222,14 @@ class Train(Section):
     def _gaps_in_order(self) -> Train:
         if self.engine_gap_alarm > self.engine_gap_limit:
             raise ValueError("engine_gap_alarm must not be above engine_gap_limit")
+        return self
+
+    @model_validator(mode="after")
+    def _context_groups_of_ranks(self) -> Train:
+        if self.ranks != "auto" and self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel = {self.context_parallel} must divide the number of ranks, and ranks = {self.ranks}"
+            )
         return self
 
 

@@ -170,7 +170,8 @@ def derive(
     pack = _pack_tokens(recipe, model, longest, **place) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
-    kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
+    of_rank = micro / recipe.train.context_parallel
+    kept = of_rank * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     asked = recipe.train.checkpoint_activations
     much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
     return Derived(
@@ -183,7 +184,8 @@ def derive(
 
 
 def _pack_tokens(recipe: Recipe, model: Any, longest: int, **place: Any) -> int:
-    """Tokens per pack that fit into the GPU memory left by everything else."""
+    """Tokens per pack that fit into the GPU memory left by everything else. A context group shares them."""
+    context = recipe.train.context_parallel
     c, free = model.config, free_bytes("cuda")
     free = (free - memory_use(recipe, model, free, **place)) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
@@ -195,7 +197,7 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, **place: Any) -> int:
         head=getattr(c, "head_dim", None) or c.hidden_size // heads,
         value_bytes=model.dtype.itemsize,
     )
-    return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)
+    return context * activation_memory.pack_tokens(free, c.num_hidden_layers, each, -(-longest // context))
 
 
 def memory_use(

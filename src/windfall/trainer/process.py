@@ -44,9 +44,11 @@ from windfall.recipe.sections import Recipe
 from windfall.trainer import checkpoint, derived, trained_weights
 from windfall.trainer.model.logprobs import PolicyModule
 from windfall.trainer.policy_part import PolicyPart
+from windfall.trainer.ranks import ulysses
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
+from windfall.trainer.ranks.ulysses import ContextGroup
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.sleep import SleepingState
 from windfall.trainer.slots.slot import Slot, SlotModule
@@ -82,6 +84,8 @@ class Setup:
     checkpoint_activations: bool
     onednn: bool
     policies: dict[str, PolicySetup]
+    context: int = 1
+    """Ranks that compute a pack together."""
     bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
@@ -150,8 +154,10 @@ class RankPart:
             found, reference = self._loaded, self._reference
             model = PolicyModule(next(iter(found.values())).model)
         slots = SlotModule(model, self.recipe) if self.recipe.has_slots else None
+        shared: dict[str, Any] = {"reference": reference, "slots": slots}
+        shared["context"] = ContextGroup.of(self.ranks, setup.context)
         for name in setup.policies:
-            self.policies[name] = self._build_policy(name, setup, model, found[name], reference, slots)
+            self.policies[name] = self._build_policy(name, setup, model, found[name], **shared)
         if self.place.machine and self.place.local_rank == 0:
             self.address = serve_weights(self.files, self.recipe, self.place.host)
         trainers = {name: part.trainer for name, part in self.policies.items() if part.trainer is not None}
@@ -164,8 +170,8 @@ class RankPart:
         self.pids = self.ranks.all_gather(os.getpid())
 
     def _build_policy(
-        self, name: str, setup: Setup, model: PolicyModule, weights: TrainedWeights, reference: Any,
-        slots: SlotModule | None,
+        self, name: str, setup: Setup, model: PolicyModule, weights: TrainedWeights, *, reference: Any,
+        slots: SlotModule | None, context: ContextGroup,
     ) -> PolicyPart:  # fmt: skip
         view, ranks, trainer = self.recipe.of(name), self.ranks, None
         if self.recipe.is_trained(name):
@@ -177,6 +183,7 @@ class RankPart:
                 reference=(weights.adapters or reference) if view.algorithm.kl else None,
                 orders=self.orders,
                 adapters=weights.adapters,
+                context=context,
             )
         publisher = Publisher(
             self.folder,
@@ -460,6 +467,8 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     found = {name: None if recipe.slot(name) else _newest(recipe, folder, name) for name in names}
     first, where = views[place.base], "cpu" if sharded else device
     model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where)
+    if recipe.trains(place.base):
+        ulysses.check(recipe.train.context_parallel, place.size, model)
     if device == "cpu":
         devices.choose_matmul_library()
     tokenizers, chosen = {}, {}
@@ -528,6 +537,7 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
         onednn=bool(torch.backends.mkldnn.enabled),
         bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
         policies={name: each.setup for name, each in loaded.policies.items()},
+        context=part.recipe.train.context_parallel if part.recipe.trains(part.place.base) else 1,
     )
     part.orders.call(part.build, setup)
     if part.ranks.distributed:

@@ -46,6 +46,7 @@ from windfall.trainer.model.lora import Adapters
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
+from windfall.trainer.ranks.ulysses import ContextGroup
 from windfall.training import ENGINE_GAP, MIN_FRESH, Adam, Report, Sample
 from windfall.types import in_fp8
 
@@ -110,11 +111,12 @@ class TorchTrainer:
         orders: Orders | None = None,
         adapters: Adapters | None = None,
         learner: Learner | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `adapters`: train only these; other
         trainers may train other adapters of the same model. `reference`: the model of the KL penalty, or the
         `Adapters` of `model`, for its base. `orders` reach all ranks. `learner`: of this model, if it has one that
-        trainers share."""
+        trainers share. `context`: the ranks with which this one computes its packs; by default none."""
         policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.model = policy.model
         self.algorithm = algorithm
@@ -133,12 +135,15 @@ class TorchTrainer:
         self._adapters = adapters
         weights = trained(self.model) if adapters is None else adapters.weights()
         self.optimizer = Optimizer(weights, train, updates, ranks=self.ranks, dtype=policy.dtype)
-        activations = train.checkpoint_activations
-        self.learner = learner or Learner(policy, self.optimizer.gradients, checkpoint_activations=activations)
+        self.context = context or ContextGroup()
+        activations, pack = train.checkpoint_activations, self.context.pack
+        self.learner = learner or Learner(
+            policy, self.optimizer.gradients, checkpoint_activations=activations, pack=pack
+        )
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
-            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference, pack=pack)
         self.orders.add(self)
         self._zero_grad()
 
@@ -184,7 +189,8 @@ class TorchTrainer:
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         """The packs of every rank."""
-        return packs_of_ranks(samples, self.micro_tokens, self.ranks.size, padded=self.learner.pads)
+        sizes = {"ranks": self.ranks.size, "context": self.context.size}
+        return packs_of_ranks(samples, self.micro_tokens, **sizes, padded=self.learner.pads)
 
     # what every rank does
 
@@ -281,8 +287,10 @@ class TorchTrainer:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, TokenTotals()
         mine.peak_bytes = peak_bytes(self.device)
-        for totals in self.ranks.quick.all_gather(mine):
-            t.add(totals)
+        totals = self.ranks.quick.all_gather(mine)
+        for each in totals[:: self.context.size]:  # those of a context group are equal
+            t.add(each)
+        t.peak_bytes = max(each.peak_bytes for each in totals)
         sums, adam = t.sums, adam or self.optimizer.settings()
         if sums["given"] and sums["divisor"]:
             raise WindfallError(
@@ -393,9 +401,15 @@ def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> lis
     return out
 
 
-def packs_of_ranks(samples: Sequence[Sample], tokens: int, ranks: int, *, padded: bool) -> list[list[list[Sample]]]:
+def packs_of_ranks(
+    samples: Sequence[Sample], tokens: int, ranks: int, *, padded: bool, context: int = 1
+) -> list[list[list[Sample]]]:
     """The packs of every rank: the same number for each, about equally full, with empty ones where there are too few
-    samples. All ranks make a pass together, so a pass takes as long as its largest pack."""
+    samples. All ranks make a pass together, so a pass takes as long as its largest pack. The ranks of a context group,
+    `context` of them, have the same packs."""
+    if context > 1:
+        of_groups = packs_of_ranks(samples, tokens, ranks // context, padded=padded)
+        return [packs for packs in of_groups for _ in range(context)]
     if ranks == 1:
         return [packs(samples, tokens, padded=padded)]
     ordered = sorted(samples, key=lambda s: -len(s.ids))

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from windfall.engine.torch.packed import Packed
 from windfall.free_memory import free_bytes
 from windfall.trainer.model import activation_memory
 from windfall.trainer.model import layers as plain
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, accept_float32
 from windfall.trainer.model.lora import LoraEmbedding, LoraLinear, is_adapter
+from windfall.trainer.model.packs import PackedRows
 from windfall.trainer.model.projection import Projection, make_adjacent
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -38,17 +38,6 @@ buffers; for trained weights also, in float32, the gradients of one layer and th
 
 class UnsupportedModel(Exception):
     """LlamaBody does not support this module; the text gives the reason."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedRows:
-    """A pack on the device: concatenated sequences."""
-
-    ids: Tensor
-    positions: Tensor
-    wanted: Tensor
-    """Indices of the rows whose hidden states are needed."""
-    batch: Packed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,12 +55,14 @@ class Activations:
 class Tape:
     """What the layers of one pack share. Not a dataclass, because FSDP2 would copy it when a module gets it."""
 
-    def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int] | None) -> None:
-        self.batch = batch
+    def __init__(self, rows: PackedRows, cos: Tensor, sin: Tensor, levels: list[int] | None) -> None:
+        self.batch = rows.batch
         self.cos = cos
         self.sin = sin
-        self.levels = levels
-        """`levels`: what each layer keeps. None: there is no backward pass."""
+        self.levels = levels if levels is None or rows.agree is None else rows.agree(levels)
+        """What each layer keeps. None: there is no backward pass."""
+        self.agreed = rows.agree is not None
+        """Whether other ranks rely on these levels."""
         self.kept: list[Activations] = []
         """The activations of the layers so far. The backward pass consumes them."""
 
@@ -125,7 +116,7 @@ class LlamaBody:
         base = self.base
         x = _embed(base.embed_tokens, rows.ids, self.gradients)
         cos, sin = (a[0].contiguous() for a in base.rotary_emb(x[None], rows.positions[None]))
-        tape = Tape(rows.batch, cos, sin, self.levels(len(x), x.device) if torch.is_grad_enabled() else None)
+        tape = Tape(rows, cos, sin, self.levels(len(x), x.device) if torch.is_grad_enabled() else None)
         for module, layer in zip(base.layers, self.layers, strict=True):
             x = module(x, layer=layer, tape=tape)
         apply = cast(Any, _FinalNorm.apply)
@@ -276,12 +267,12 @@ class LlamaLayer:
 
     def forward_in_memory(self, x: Tensor, w: LayerWeights, tape: Tape, needed: bool) -> tuple[Tensor, Activations]:
         """`forward` at the level of the tape, if activations are needed; if memory runs out, all layers keep the least.
-        The other ranks do not notice: the layers before are not run again."""
+        The other ranks do not notice: the layers before are not run again. (With a part of a pack, they would.)"""
         level = tape.levels[len(tape.kept)] if needed and tape.levels is not None else LEAST
         try:
             return self.forward(x, w, tape, level)
         except torch.OutOfMemoryError:  # the free memory is fragmented, or was taken meanwhile
-            if not any(tape.levels or ()):
+            if tape.agreed or not any(tape.levels or ()):
                 raise
         tape.keep_least()
         return self.forward(x, w, tape, LEAST)

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -26,8 +24,9 @@ from windfall.trainer.model import layers
 from windfall.trainer.model.activation_memory import ALL, LEAST
 from windfall.trainer.model.gradients import Gradients, accept_float32
 from windfall.trainer.model.head import Head, WeightsFn
-from windfall.trainer.model.llama import LlamaBody, PackedRows, UnsupportedModel
+from windfall.trainer.model.llama import LlamaBody, UnsupportedModel
 from windfall.trainer.model.lora import Adapters
+from windfall.trainer.model.packs import Pack, PackedRows, pack_rows
 from windfall.training import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
@@ -97,11 +96,14 @@ class Learner:
         gradients: Gradients | None = None,
         *,
         checkpoint_activations: bool | str = "auto",
+        pack: Callable[[Sequence[Sample], torch.device], Pack] = pack_rows,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`model`: a model of transformers, or a PolicyModule. Without `gradients` it can only score."""
+        """`model`: a model of transformers, or a PolicyModule. Without `gradients` it can only score.
+        `pack`: makes what this rank computes of a pack; a part of it, if other ranks compute the rest."""
         self.policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.policy.gradients = gradients
+        self._pack = pack
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
         if self.policy.body is None and not self.pads and layers.has_kernels(self.policy.device):
@@ -123,8 +125,8 @@ class Learner:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of all targets, sample after sample, in float32."""
-        rows, targets = pack_rows(samples, self.policy.device)
-        numbers = self.policy(rows, targets, temperature=temperature)
+        pack = self._pack(samples, self.policy.device)
+        numbers = pack.all(self.policy(pack.rows, pack.targets, temperature=temperature))
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
         return numbers[0], numbers[1]
@@ -133,13 +135,13 @@ class Learner:
     def top(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of all targets at a temperature of 1, sample after sample, in float32; and for each the `count`
         most likely tokens with their log-probs."""
-        rows, targets = pack_rows(samples, self.policy.device)
-        return self.policy.head.top(self.policy(rows), targets, count)
+        pack = pack_rows(samples, self.policy.device)
+        return self.policy.head.top(self.policy(pack.rows), pack.targets, count)
 
     def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
-        rows, targets = pack_rows(samples, self.policy.device)
-        loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
+        pack = self._pack(samples, self.policy.device)
+        loss = self.policy(pack.rows, pack.targets, pack.sizes, temperature, pack.weights_fn(weights_fn))
         if loss.requires_grad:
             loss.backward()
         self.policy.set_training(False)
@@ -156,26 +158,3 @@ class BaseLearner:
     def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
         with self._adapters.switched_off():
             return self._learner.score(samples, temperature)
-
-
-def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRows, Tensor]:
-    """Samples concatenated on the device, and the tokens that their rows predict. Makes one copy to the device."""
-    lengths = [len(s.ids) for s in samples]
-    starts = [0, *accumulate(lengths)]
-    total, wanted = starts[-1], sum(len(s.targets) for s in samples)
-    labeled = any(s.labels is not None for s in samples)
-    packed = np.empty(2 * total + (1 + labeled) * wanted, np.int64)
-    packed[:total] = np.fromiter(chain.from_iterable(s.ids for s in samples), np.int64, total)
-    packed[total : 2 * total] = np.arange(total) - np.repeat(starts[:-1], lengths)
-    at = packed[2 * total : 2 * total + wanted]
-    at[:] = np.fromiter(chain.from_iterable(s.targets for s in samples), np.int64, wanted)
-    at += np.repeat(starts[:-1], [len(s.targets) for s in samples]) - 1
-    if labeled:
-        given = [np.take(s.ids, s.targets) if s.labels is None else s.labels for s in samples]
-        packed[2 * total + wanted :] = np.concatenate(given)
-    on_device = torch.from_numpy(packed)
-    if device.type == "cuda":
-        on_device = on_device.pin_memory().to(device, non_blocking=True)
-    ids, positions, rows, *labels = on_device.split((total, total, *[wanted] * (1 + labeled)))
-    targets = labels[0] if labels else ids[rows + 1]
-    return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), targets

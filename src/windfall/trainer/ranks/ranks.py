@@ -128,6 +128,14 @@ class TrainerRanks:
         the default timeout of torch."""
         return DeviceMesh.from_group(self.tensors, "cpu" if self.device == "cpu" else "cuda")
 
+    def subgroup(self, size: int) -> Any:
+        """The process group of this rank and those beside it: ranks 0 to size - 1, and so on. All ranks call this
+        together."""
+        assert self.size % size == 0
+        limit = timedelta(seconds=self.timeout_s)
+        made = [dist.new_group(range(i, i + size), timeout=limit) for i in range(0, self.size, size)]
+        return made[self.rank // size]
+
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
         box = [value]

@@ -42,6 +42,18 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         cost_model.fsdp(big, devices.find("H100"), 8, 8, 50e9, FITTED)
 
 
+def test_context_groups_train_what_one_gpu_cannot_hold() -> None:
+    h100, long = devices.find("H100"), replace(WORK, max_tokens=300_000)
+    with pytest.raises(cost_model.DoesNotFit):
+        cost_model.fsdp(long, h100, 8, 8, 50e9, FITTED)
+    split = cost_model.fsdp(replace(long, context_parallel=8), h100, 8, 8, 50e9, FITTED)
+    assert split.pack_tokens >= long.prompt_tokens + long.max_tokens
+    with pytest.raises(
+        cost_model.DoesNotFit, match=r"8 H100 cannot be divided into groups of train\.context_parallel = 3"
+    ):
+        cost_model.fsdp(replace(WORK, context_parallel=3), h100, 8, 8, 50e9, FITTED)
+
+
 def test_reading_the_kv_cache_costs_time() -> None:
     long = replace(WORK, median_tokens=8000, max_tokens=30_000)
     h200 = devices.find("H200")

@@ -28,7 +28,7 @@ from tests.support.rank_runs import (
     weights,
 )
 
-SHORT = ("run.steps=2",)
+SHORT = ("run.steps=2", "train.context_parallel=2")
 TIMEOUT_S = 4
 POLL_S = 0.001
 
@@ -124,12 +124,14 @@ def buffers(pid: int) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("adapters", [False, True])
-def test_four_ranks_are_killed_at_every_part_of_a_step(tmp_path: Path, adapters: bool) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [(), ("train.lora.rank=4", "fleet.local=true", "fleet.workers=0"), ("train.context_parallel=2",)],
+    ids=["all weights", "adapters", "context groups"],
+)
+def test_four_ranks_are_killed_at_every_part_of_a_step(tmp_path: Path, more: tuple[str, ...]) -> None:
     """With adapters, the engines of the ranks generate; without, a worker does."""
-    changes = ["train.ranks=4", "checkpoint.every=1", "checkpoint.keep=9"]
-    if adapters:
-        changes += ["train.lora.rank=4", "fleet.local=true", "fleet.workers=0"]
+    changes = ["train.ranks=4", "checkpoint.every=1", "checkpoint.keep=9", *more]
     with run_windfall(tmp_path / "undisturbed", *changes) as running:
         finish(tmp_path / "undisturbed", running)
     folder, run = tmp_path / "killed", tmp_path / "killed" / "r"

@@ -216,13 +216,15 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         layout = f"{count} trainers, {slowest.layout} each" if count > 1 else slowest.layout
         return replace(slowest, gpus=gpus, layout=layout, memory_bytes=memory, sent_bytes=sent)
     _check_measured(gpu, gpu.trainer, gpus)
-    longest = work.prompt_tokens + work.max_tokens
+    longest, context = work.prompt_tokens + work.max_tokens, work.context_parallel
+    if gpus % context:
+        raise DoesNotFit(f"{gpus} {gpu.name} cannot be divided into groups of train.context_parallel = {context}")
     usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
 
     def budget(tokens: int) -> RankBudget:
         return rank_budget(
             work.shape, gpus, pack_tokens=tokens, kl=work.kl, offload=work.offload,
-            adapter_parameters=work.adapter_parameters,
+            adapter_parameters=work.adapter_parameters, context=context,
         )  # fmt: skip
 
     least = budget(longest)
@@ -232,7 +234,8 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
             f"training on {gpus} {gpu.name} needs {need:.0f} GB per GPU; {usable / 1e9:.0f} GB can be used"
         )
     kept = work.shape.kept(VALUE_BYTES)
-    pack = activation_memory.pack_tokens(gpu.memory_bytes - least.fixed, work.shape.layers, kept, longest)
+    left, of_rank = gpu.memory_bytes - least.fixed, -(-longest // context)
+    pack = context * activation_memory.pack_tokens(left, work.shape.layers, kept, of_rank)
     rank = budget(pack)
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
@@ -241,7 +244,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     # All ranks of a machine share its network. In a ring one of them sends to the next machine, as much as each of them
     # sends to its neighbor; with several rings, each carries a part of that.
     link = (gpu.link if gpus <= per_machine else min(gpu.link, network)) * LINK_SHARE
-    packs = math.ceil(tokens / gpus / pack)
+    packs = math.ceil(tokens * context / gpus / pack)
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
     state = STATE_BYTES * (work.adapter_parameters or work.shape.parameters) / gpus
     update_s = optimizer_s(state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)

@@ -147,6 +147,7 @@ class Workload:
     offload: bool = False
     adapter_parameters: int = 0
     minibatches: int = 1
+    context_parallel: int = 1
     delta: float = 1.0
     """Bytes of a pull, as a share of a full copy (`delta_share`)."""
     kv_value_bytes: int = VALUE_BYTES

@@ -151,6 +151,7 @@ def recipe_workload(base: Recipe) -> Workload:
         prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
         sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
         offload=base.train.offload, minibatches=base.train.minibatches,
+        context_parallel=base.train.context_parallel,
         delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
         kv_value_bytes=1 if base.engine.kv_dtype == "fp8" else VALUE_BYTES,

@@ -17,10 +17,17 @@ Communication of a rank (bytes sent), per pack: every weight is gathered for the
 pass, and its gradient is summed in float32:
 
     (2 w + 4) P (N - 1) / N
+
+With context parallelism, C ranks share a pack, so a rank has activations of 1/C of its tokens. Attention (of H heads,
+and K key/value heads, of size D) then sends, per token of a rank and layer: queries, keys, values and the output in the
+forward pass; in the backward pass again, with their gradients. K is the number after repetition (ulysses.py):
+
+    6 w (H + K) D (C - 1) / C
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from windfall.trainer.model.activation_memory import LayerBytes, layer_bytes
@@ -120,12 +127,16 @@ def rank_budget(
     kl: bool = False,
     offload: bool = False,
     adapter_parameters: int = 0,
+    context: int = 1,
 ) -> RankBudget:
-    """`adapter_parameters`: 0 for full training.
+    """`adapter_parameters`: 0 for full training. `context`: ranks that compute a pack together.
 
     >>> shape = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head=4, vocabulary=100, tied=True)
-    >>> round(rank_budget(shape, 4, pack_tokens=1).state) == 16 * shape.parameters / 4
+    >>> alone, two = (rank_budget(shape, 4, pack_tokens=8, context=context) for context in (1, 2))
+    >>> round(alone.state) == 16 * shape.parameters / 4
     True
+    >>> alone.all_activations / two.all_activations, two.sent_per_pack - alone.sent_per_pack
+    (2.0, 768.0)
     """
     p, layer, root = shape.parameters, shape.layer_parameters, shape.root_parameters
     sizes = {"value_bytes": value_bytes, "adapter_parameters": adapter_parameters}
@@ -136,13 +147,14 @@ def rank_budget(
         gradient_root = gradient_layer = (value_bytes + reduced) * adapter_parameters / shape.layers
         sent = 2 * value_bytes * (p + adapter_parameters) + reduced * adapter_parameters
     kept = shape.kept(value_bytes)
-    working = 2 * kept.all
+    working, tokens = 2 * kept.all, pack_tokens / context
+    exchanged = 6 * value_bytes * (shape.heads + math.lcm(shape.kv_heads, context)) * shape.head
     return RankBudget(
         state=state_bytes(p, ranks, **sizes),
         reference=reference_bytes(p, ranks, kl=kl, **sizes),
         gathered=value_bytes * (root + 2 * layer) + gradient_layer + gradient_root,
-        least_activations=pack_tokens * (shape.layers * kept.least + working),
-        all_activations=pack_tokens * (shape.layers * kept.all + working),
-        sent_per_pack=sent * (ranks - 1) / ranks,
+        least_activations=tokens * (shape.layers * kept.least + working),
+        all_activations=tokens * (shape.layers * kept.all + working),
+        sent_per_pack=sent * (ranks - 1) / ranks + tokens * shape.layers * exchanged * (context - 1) / context,
         offload=offload,
     )

@@ -206,7 +206,8 @@ def test_every_architecture(ranks: int, context: int) -> None:
 
 
 def a_model(**changes: Any) -> Any:
-    config = LlamaConfig(**(SHAPE | {"head_dim": 4} | changes))
+    sizes: dict[str, Any] = SHAPE | {"head_dim": 4} | changes
+    config = LlamaConfig(**sizes)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

@@ -122,23 +122,22 @@ class SplitAttention:
         self.group = group
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        parts = cast(Any, _ToHeads.apply(self.group, q, *self._repeated(k, v)))
-        return cast(Tensor, _ToRows.apply(self.group, self.whole.attend(*parts, scale, window)))
+        q, k, v = cast(Any, _ToHeads.apply(self.group, q, *self._repeated(k, v)))
+        return cast(Tensor, _ToRows.apply(self.group, self.whole.attend(q, k, v, scale, window)))
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        parts = self.group.to_heads(q, *self._repeated(k, v))
-        out, sums = self.whole.forward(*parts, scale, window)
+        q, k, v = self.group.to_heads(q, *self._repeated(k, v))
+        out, sums = self.whole.forward(q, k, v, scale, window)
         return self.group.to_rows(out)[0], sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        repeated = self._repeated(k, v)
-        grad, out, *parts = self.group.to_heads(grad, out, q, *repeated)
-        back = self.whole.backward(grad, *parts, out, sums, scale, window)
-        dq, *others = self.group.to_rows(*back)
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in others)
+        kv_heads = k.shape[1]
+        grad, out, q, k, v = self.group.to_heads(grad, out, q, *self._repeated(k, v))
+        dq, *others = self.group.to_rows(*self.whole.backward(grad, q, k, v, out, sums, scale, window))
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in others)
         return dq, dk, dv
 
     def _repeated(self, *tensors: Tensor) -> list[Tensor]:

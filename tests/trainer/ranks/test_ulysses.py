@@ -180,7 +180,8 @@ def check_equal(case: Case, found: Any, expected: Any) -> None:
         assert ours.keys() == theirs.keys()
         for n, value in theirs.items():
             difference = float((ours[n] - value).norm() / value.norm().clamp(min=1e-6))
-            assert difference < 2e-4, f"{case}, {i}: {n} differs by {difference:.2g}"
+            # Adam makes steps of equal size from gradients that are rounding errors, so what follows one differs more.
+            assert difference < (2e-3 if i else 2e-4), f"{case}, {i}: {n} differs by {difference:.2g}"
 
 
 @functools.cache
@@ -198,6 +199,7 @@ def test_packs_split_over_ranks_train_as_whole_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "context"), LAYOUTS)
 def test_every_architecture(ranks: int, context: int) -> None:
     found = run_ranks(ranks, train_all, context, CASES)[0]

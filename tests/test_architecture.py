@@ -67,7 +67,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve", "sft", "jobs", "tinker", "hub"},
+    {"page", "serve", "sft", "jobs", "tinker", "hub", "on_ray"},
     {"sim"},
     {"plan"},
     {"client"},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 OWN = (
-    "page", "plan", "serve", "sim", "jobs", "sft", "tinker", "hub",
+    "page", "plan", "serve", "sim", "jobs", "sft", "tinker", "hub", "on_ray",
     "providers.ray", "providers.kubernetes", "providers.skypilot", "providers.slurm",
 )  # fmt: skip
 """The parts that come with windfall, in the order of their commands and sections."""

@@ -11,12 +11,12 @@ from tests.support.worker_sources import source_path
 
 
 @contextmanager
-def cluster(nodes: int, **resources: Any) -> Iterator[Any]:
-    """The cluster; its nodes are in `worker_nodes`. Its address is in TEST_RAY_ADDRESS."""
+def cluster(nodes: int, *, dashboard: bool = False, **resources: Any) -> Iterator[Any]:
+    """The cluster; its nodes are in `worker_nodes`. Its address is in TEST_RAY_ADDRESS. `dashboard`: it takes jobs."""
     from ray.cluster_utils import Cluster  # pyright: ignore
 
     os.environ["PYTHONPATH"] = f"{source_path()}:{os.environ.get('PYTHONPATH', '')}"  # what the nodes import
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": dashboard})
     os.environ["TEST_RAY_ADDRESS"] = made.address
     try:
         for _ in range(nodes):

@@ -50,6 +50,9 @@ class Sample:
     """Number of sampled tokens of the whole response, of which this is one segment. 0: it is the whole response."""
     advantages: Floats | None = None
     """For a given loss (algorithms/given.py): the weight or advantage of each target. None: `advantage` for all."""
+    experts: bytes = b""
+    """In a model with experts: those of every token but the last (chosen_experts.py), which the trainer uses, too.
+    Empty: its own router chooses."""
     labels: np.ndarray | None = None
     """For a given loss: the token of each target (uint32), if it is not the one in `ids`. None: those in `ids`."""
 
@@ -171,6 +174,11 @@ class Report:
     """Mean absolute difference between the trainer's log-probs and the engine's, before the first update, over fresh
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float = 0.0
+    router_gap: float = 0.0
+    """In a model with experts that were replayed: `engine_gap` as it would be without, over the fresh tokens of one
+    pack of each rank. 0 if none were."""
+    replayed: float = 0.0
+    """Share of the tokens whose engine had recorded the experts."""
     engine_gaps: dict[str, float] = field(default_factory=dict)
     """`engine_gap` by engine (Capabilities.rounding), over the fresh tokens whose engine is known."""
     engine_tokens: dict[str, int] = field(default_factory=dict)
@@ -250,6 +258,7 @@ def _sample(r: Response, advantage: float, limit: int, version: int | None, whol
         lag=None if version is None else _lag(r, version),
         engines=r.engines,
         whole=whole,
+        experts=r.experts,
     )
 
 

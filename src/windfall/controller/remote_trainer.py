@@ -283,7 +283,7 @@ def message_parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
         # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 160
         wire += sum(extra.nbytes for extra in (sample.lag, sample.advantages, sample.labels) if extra is not None)
-        wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
+        wire += len(sample.experts) + sum(4 * len(name) + 10 for name, _ in sample.engines)
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)
             part, size = [], 0

@@ -106,11 +106,11 @@ class ExpertReplay:
     computes for it, so the router is trained. Nothing happens outside `replaying`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = expert_layers(model)
+        self.layers = expert_layers(model)
         self._given: Tensor | None = None
         self._modes: list[_GivenChoice] = []
         """Of the blocks that run now: at most one, but recomputation happens within the backward pass."""
-        for n, layer in enumerate(self._layers):
+        for n, layer in enumerate(self.layers):
             layer.block.register_forward_pre_hook(self._enter(n, layer.count))
             layer.block.register_forward_hook(self._leave, always_call=True)
             layer.module.register_forward_pre_hook(self._check, with_kwargs=True)

@@ -210,6 +210,9 @@ class Train(Section):
     rank_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds after which a rank that does not take part in an exchange of weights or gradients counts as lost. The
     trainer then restarts from its last checkpoint."""
+    replay_routing: bool | Literal["auto"] = "auto"
+    """In a model with experts, let every token be computed by the experts that computed it when it was generated.
+    "auto" does so for tokens whose engine has recorded them (docs/models.md); true ends the run if one has not."""
     lora: Lora | None = None
     """Train adapters instead of all weights: the keys of [train.lora] below."""
     engine_gap_alarm: float = Field(default=0.05, gt=0)
@@ -540,6 +543,11 @@ class Recipe(Section):
                 f"run.deterministic = true excludes rollout.staleness = {self.rollout.staleness}: in asynchronous "
                 "training, the order in which responses finish decides what each step is trained on, so the run cannot "
                 "be repeated bit for bit. Set rollout.staleness = 0, or run.deterministic = false."
+            )
+        if self.train.replay_routing is True and self.engine.name == "vllm":
+            raise ValueError(
+                "train.replay_routing = true excludes engine.name = 'vllm': windfall does not read from vLLM which "
+                "experts computed a token. Set train.replay_routing = 'auto', or engine.name = 'windfall'."
             )
         if self.run.deterministic and self.engine.kv_dtype == "fp8":
             raise ValueError(

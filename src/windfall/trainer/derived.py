@@ -80,6 +80,7 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
         engine=e.name,
         speculation=e.speculation,
         kv_dtype=e.kv_dtype,
+        experts=recipe.train.replay_routing is not False,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )
 
@@ -128,14 +129,20 @@ def changes_ends(section: Lora) -> bool:
     return section.targets != "all" and any(target.rpartition(".")[2] in ENDS for target in section.targets)
 
 
-def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
+def checked(engine: m.EngineSpec, device: str, model: Any, *, must_replay: bool = False) -> m.EngineSpec:
     """The spec with the result of the self-test added, so that workers do not have to repeat it. Raises WindfallError
-    for a model that the engine or the trainer would compute differently from transformers, before any worker starts."""
+    for a model that the engine or the trainer would compute differently from transformers, before any worker starts.
+    Experts are recorded only if the trainer can replay them; `must_replay`: raise WindfallError if it cannot."""
     from windfall.trainer import selftest
 
     fields = json.loads(engine.model_config)
     how: dict[str, Any] = {"device": device, "longest": engine.longest, "adapters": engine.adapters > 0}
     selftest.check_trainer(fields, names=model.state_dict(), **how)
+    if engine.experts and (why := selftest.replay_refusal(fields, device=device, names=model.state_dict())):
+        if must_replay:
+            fix = "Set train.replay_routing = 'auto'."
+            raise WindfallError(f"routing cannot be replayed: {why}", where="train.replay_routing", fix=fix)
+        engine = msgspec.structs.replace(engine, experts=False)
     found = factory.self_test(engine, device, model)
     verdict.check_weights(model)
     return msgspec.structs.replace(engine, checked=(found,))

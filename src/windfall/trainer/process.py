@@ -492,7 +492,9 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
             beside=[lora for lora in others if lora is not None],
         )  # fmt: skip
     longest = {name: each.longest for name, each in chosen.items()}
-    engine = derived.checked(derived.base_spec(recipe, names, model.config, dtype, longest), device, model)
+    must_replay = any(view.train.replay_routing is True for view in views.values())
+    spec = derived.base_spec(recipe, names, model.config, dtype, longest)
+    engine = derived.checked(spec, device, model, must_replay=must_replay)
     digest = ""
     policies: dict[str, LoadedPolicy] = {}
     for name, view in views.items():

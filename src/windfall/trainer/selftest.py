@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from windfall.engine.selftest import judge, verdict
 from windfall.engine.selftest.judge import Difference, largest
-from windfall.engine.selftest.small_model import SmallModel
+from windfall.engine.selftest.small_model import SmallModel, build_small_model
+from windfall.errors import WindfallError
+from windfall.models.experts import ExpertReader, dtype_of
+from windfall.models.experts import largest as largest_layer
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import Gradients, trained
@@ -52,6 +56,29 @@ def judge_trainer(
         return judge.Measured(nats=nats.size, gradient=gradient.size, refused=refused)
 
     return judge.judge(measure, what, config, device, longest, names)
+
+
+def replay_refusal(fields: Mapping[str, Any], *, device: str, names: Iterable[str] | None = None) -> str:
+    """Why the trainer cannot let given experts compute the tokens of this model; "" if it can. Tried with a small model
+    of the same architecture."""
+    if not any(".experts." in name for name in names or (".experts.",)):
+        return "the model has no experts"
+    small = build_small_model(verdict.config_of(fields), names, longest=64, device=device, seed=0)
+    learner, reader = Learner(small.model, say=lambda line: None), ExpertReader(small.model)
+    if not reader.works(small.model):
+        return f"transformers computes the experts of {judge.architecture(small.config)} in another way"
+    sample = random_sample(np.random.default_rng(4), small.vocabulary, 12, 1)
+    with reader.reading() as found:
+        learner.score([sample], TEMPERATURE)
+    given = (torch.stack(found, 1)[:-1].cpu().numpy() + 1) % min(layer.count for layer in reader.layers)
+    data = given.astype(dtype_of(largest_layer(reader.layers))).tobytes()
+    try:
+        with reader.reading() as found:
+            learner.score([replace(sample, experts=data)], TEMPERATURE)
+    except WindfallError as e:
+        return e.what
+    same = np.array_equal(torch.stack(found, 1)[:-1].cpu().numpy(), given)
+    return "" if same else f"the routers of {judge.architecture(small.config)} do not take given experts"
 
 
 def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:

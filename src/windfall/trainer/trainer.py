@@ -140,6 +140,8 @@ class TorchTrainer:
         self.learner = learner or Learner(
             policy, self.optimizer.gradients, checkpoint_activations=activations, pack=pack
         )
+        self.must_replay = train.replay_routing is True
+        self.replays = train.replay_routing is not False and self.learner.replays
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
@@ -197,10 +199,21 @@ class TorchTrainer:
     def _forward(self, packs: Sequence[Sequence[Sample]], temperature: float) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
         self._use_adapters()
-        return self.ranks.quick.gather([self._logprobs(self.learner, pack, temperature) for pack in packs])
+        return self.ranks.quick.gather([self._logprobs(self.learner.score, pack, temperature) for pack in packs])
+
+    def _compare_routing(self, pack: Sequence[Sample]) -> None:
+        """Measure the gap that a pack would have without replay."""
+        rows = self._logprobs(partial(self.learner.score, replay=False), pack, self.temperature)
+        for s, now in zip(pack, rows, strict=True):
+            if s.experts:
+                fresh = np.full(len(now), True) if s.lag is None else s.lag <= 0
+                distance = np.abs(now - s.behavior)[fresh]
+                self._totals.sums["router_gap"] += distance.sum().item()
+                self._totals.sums["router_tokens"] += len(distance)
 
     def _zero_grad(self) -> None:
         self.optimizer.zero()
+        self._routing_compared = False
         self._totals = TokenTotals()
 
     def _use_adapters(self) -> None:
@@ -209,10 +222,13 @@ class TorchTrainer:
 
     def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         self._use_adapters()
+        if self.replays and credited and not self._routing_compared:
+            self._routing_compared = True
+            self._compare_routing(credited[0])
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference: Sequence[Any] = [None] * len(pack)
             if self.reference is not None:
-                reference = self._logprobs(self.reference, pack, self.temperature)
+                reference = self._logprobs(self.reference.score, pack, self.temperature)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
             self.learner.learn(pack or [FILLER], self.temperature, weights)
         for pack in others if self.reference is None else ():
@@ -275,12 +291,13 @@ class TorchTrainer:
                 kl=0.0 if ref is None else k3(now, ref),
                 divisor=share,
                 responses=s.share,
+                replayed=len(now) if s.experts and self.replays else 0,
             )
             out.append(w)
         return np.concatenate(out)
 
-    def _logprobs(self, learner: Any, pack: Sequence[Sample], temperature: float) -> list[Floats]:
-        logp, _ = learner.score(pack or [FILLER], temperature)
+    def _logprobs(self, score: Any, pack: Sequence[Sample], temperature: float) -> list[Floats]:
+        logp, _ = score(pack or [FILLER], temperature)
         return np.split(_floats(logp), np.cumsum([len(s.targets) for s in pack])[:-1]) if pack else []
 
     def _optim_step(self, adam: Adam | None = None) -> Report:
@@ -304,8 +321,16 @@ class TorchTrainer:
         rejected = checked and not gap <= self.gap_limit  # a NaN fails every comparison
         if rejected and not self._only_fp8(t.engine_gaps()):
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
+        if self.must_replay and not sums["given"] and sums["replayed"] < sums["tokens"]:
+            without = int(sums["tokens"] - sums["replayed"])
+            raise WindfallError(
+                f"the engines did not record the experts of {without} of {int(sums['tokens'])} tokens",
+                where="train.replay_routing",
+                fix="Use workers with windfall's own engine (engine.name = 'windfall'), or set 'auto'.",
+            )
         divisor = 1.0 if sums["given"] else sums["divisor"]
         norm, skipped = self.optimizer.update(0.0 if rejected else divisor, adam)
+        self._routing_compared = False
         self._totals = TokenTotals()  # the update has already set the gradients to zero
         return Report(
             tokens=sums["tokens"],
@@ -316,10 +341,11 @@ class TorchTrainer:
             engine_gap_max=t.gap_max,
             engine_gaps=t.engine_gaps(),
             engine_tokens=t.known_tokens(),
+            router_gap=sums["router_gap"] / max(sums["router_tokens"], 1),
             drift=sums["drift"] / older if older else 0.0,
             skipped=ENGINE_GAP if rejected else skipped,
             peak_bytes=t.peak_bytes,
-            **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl")},
+            **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl", "replayed")},
         )
 
     def _only_fp8(self, engine_gaps: Mapping[str, float]) -> bool:

@@ -24,7 +24,7 @@ class ExpertCache:
     def of(cls, model: Any, pages: int, page_size: int) -> Self | None:
         """None if the model has no experts whose choice can be read."""
         reader = ExpertReader(model)
-        return cls(reader, pages, page_size) if reader.works(model) else None
+        return cls(reader, pages, page_size) if reader.layers and reader.works(model) else None
 
     @contextmanager
     def recording(self, slots: Sequence[int]) -> Iterator[None]:

@@ -15,11 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
+from windfall.models.experts import ExpertReplay, numbers
 from windfall.trainer.model import layers
 from windfall.trainer.model.activation_memory import ALL, LEAST
 from windfall.trainer.model.gradients import Gradients, accept_float32
@@ -45,6 +47,7 @@ class PolicyModule(torch.nn.Module):
         """Where the gradients of the weights go. None: this policy only scores."""
         self.body: LlamaBody | None = None
         """windfall's own layers; None: those of transformers."""
+        self.replay = ExpertReplay(model)
         self._is_first = True
         self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
 
@@ -123,13 +126,23 @@ class Learner:
         return self.policy.body is None
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of all targets, sample after sample, in float32."""
+    def score(self, samples: Sequence[Sample], temperature: float, *, replay: bool = True) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all targets, sample after sample, in float32. `replay`: tokens are computed by the
+        experts that the samples name, if they name some."""
         pack = self._pack(samples, self.policy.device)
-        numbers = pack.all(self.policy(pack.rows, pack.targets, temperature=temperature))
+        with self.policy.replay.replaying(self._experts(samples) if replay else None):
+            found = pack.all(self.policy(pack.rows, pack.targets, temperature=temperature))
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
-        return numbers[0], numbers[1]
+        return found[0], found[1]
+
+    @property
+    def replays(self) -> bool:
+        """Whether the experts that samples name compute their tokens. Not if several ranks compute a pack."""
+        return bool(self.policy.replay.layers) and self._pack is pack_rows
+
+    def _experts(self, samples: Sequence[Sample]) -> Tensor | None:
+        return pack_experts(samples, self.policy.replay, self.policy.device) if self.replays else None
 
     @torch.no_grad()
     def top(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,9 +154,10 @@ class Learner:
     def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         pack = self._pack(samples, self.policy.device)
-        loss = self.policy(pack.rows, pack.targets, pack.sizes, temperature, pack.weights_fn(weights_fn))
-        if loss.requires_grad:
-            loss.backward()
+        with self.policy.replay.replaying(self._experts(samples)):
+            loss = self.policy(pack.rows, pack.targets, pack.sizes, temperature, pack.weights_fn(weights_fn))
+            if loss.requires_grad:
+                loss.backward()
         self.policy.set_training(False)
 
 
@@ -158,3 +172,18 @@ class BaseLearner:
     def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
         with self._adapters.switched_off():
             return self._learner.score(samples, temperature)
+
+
+def pack_experts(samples: Sequence[Sample], replay: ExpertReplay, device: torch.device) -> Tensor | None:
+    """(layers, rows, chosen): the experts of these samples; -1 where the router chooses. The last row of a sample predicts no target: its router chooses."""
+    if not any(s.experts for s in samples) or not replay.layers:
+        return None
+    known = {n: numbers(s.experts, len(s.ids) - 1, replay.layers) for n, s in enumerate(samples) if s.experts}
+    shape = next(iter(known.values())).shape[1:]
+    packed = np.full((sum(len(s.ids) for s in samples), *shape), -1, np.int64)
+    start = 0
+    for n, s in enumerate(samples):
+        if n in known:
+            packed[start : start + len(s.ids) - 1] = known[n]
+        start += len(s.ids)
+    return torch.from_numpy(packed).transpose(0, 1).contiguous().to(device)

@@ -175,7 +175,7 @@ class BaseLearner:
 
 
 def pack_experts(samples: Sequence[Sample], replay: ExpertReplay, device: torch.device) -> Tensor | None:
-    """(layers, rows, chosen): the experts of these samples; -1 where the router chooses. The last row of a sample predicts no target: its router chooses."""
+    """The experts of these samples: (layers, rows, chosen); -1 where the router chooses, as for the last of each."""
     if not any(s.experts for s in samples) or not replay.layers:
         return None
     known = {n: numbers(s.experts, len(s.ids) - 1, replay.layers) for n, s in enumerate(samples) if s.experts}

@@ -14,7 +14,7 @@ from windfall import parts
 
 ROOT = Path(__file__).parent.parent
 CORE = ("recipe.file", "controller.process", "run.supervisor", "run.worker_sources", "run.views.top")
-NEEDED_BY = {"sim": ("plan",)}
+NEEDED_BY = {"sim": ("plan",), "providers.ray": ("on_ray",)}
 RECIPES = {
     "sim": "[sim]\nsigma = 0.5", "plan": "[plan]\nname = 'x'", "providers.ray": "[fleet.ray]",
     "providers.kubernetes": "[fleet.kubernetes]", "providers.skypilot": "[fleet.skypilot]",

@@ -112,12 +112,19 @@ class Client:
 
     async def perform(self, call: c.Call) -> c.Result:
         """Make a call, and wait for its result. Raises WindfallError if it fails."""
-        accepted = await self.request("POST", "windfall/call", c.encode(call))
-        id = quote(accepted["request"], safe="/:")
+        return await self.result(await self.accept(call))
+
+    async def accept(self, call: c.Call) -> str:
+        """Make a call. Returns its id. Raises WindfallError if it is refused."""
+        return (await self.request("POST", "windfall/call", c.encode(call)))["request"]
+
+    async def result(self, call: str) -> c.Result:
+        """Wait for the result of a call. Raises WindfallError if it fails."""
+        id = quote(call, safe="/:")
         while True:
             found = await self.request("GET", f"windfall/outcome/{id}")
             if isinstance(found, c.Failed):
-                raise WindfallError(found.message, where=f"call {accepted['request']}")
+                raise WindfallError(found.message, where=f"call {call}")
             if found is not None:
                 return found
 
@@ -171,8 +178,8 @@ class RemotePolicy:
     version: int = 0
     _seqs: dict[str, int] = field(default_factory=dict)
     """The numbers of calls of the model, by id."""
-    _samples: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """The samplers and numbers of calls of `sample`, by id."""
+    _samples: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """The samplers, numbers and versions of calls of `sample`, by id."""
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def sample(
@@ -182,21 +189,14 @@ class RemotePolicy:
         async with self._publishing:
             if not self.sampler:
                 await self._publish("before the first update")
-        sampler, seq = self._samples.setdefault(id, (self.sampler, len(self._samples)))
+        sampler, seq, version = self._samples.setdefault(id, (self.sampler, len(self._samples), self.version))
         call = c.SampleCall(
             sampler=sampler, seq=seq, prompt=tuple(prompt), n=n, max_tokens=max_tokens,
             sampling=sampling or Sampling(),
         )  # fmt: skip
         result = await self.client.perform(call)
         assert isinstance(result, c.Sampled)
-        return [self._response(f"{id}/{k}", call.prompt, each) for k, each in enumerate(result.sequences)]
-
-    def _response(self, id: str, prompt: tuple[int, ...], found: c.SampledSequence) -> Response:
-        count = len(found.tokens)
-        return Response(
-            id=id, prompt=prompt, tokens=found.tokens, logprobs=found.logprobs, sampled=(True,) * count,
-            versions=(self.version,) * count, finish="stop" if found.stopped else "length",
-        )  # fmt: skip
+        return [_response(f"{id}/{k}", call.prompt, each, version) for k, each in enumerate(result.sequences)]
 
     async def forward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> list[Sample]:
         """The samples with the log-probs of the present weights as `old`."""
@@ -249,7 +249,21 @@ class RemotePolicy:
 
     async def _call(self, kind: type[Any], id: str, **fields: Any) -> c.Result:
         seq = self._seqs.setdefault(id, len(self._seqs) + 1)
-        return await self.client.perform(kind(model=self.model, seq=seq, **fields))
+        try:
+            accepted = await self.client.accept(kind(model=self.model, seq=seq, **fields))
+        except WindfallError:
+            if seq == len(self._seqs):  # it was refused: the server waits for this number
+                del self._seqs[id]
+            raise
+        return await self.client.result(accepted)
+
+
+def _response(id: str, prompt: tuple[int, ...], found: c.SampledSequence, version: int) -> Response:
+    count = len(found.tokens)
+    return Response(
+        id=id, prompt=prompt, tokens=found.tokens, logprobs=found.logprobs, sampled=(True,) * count,
+        versions=(version,) * count, finish="stop" if found.stopped else "length",
+    )  # fmt: skip
 
 
 def _given(loss: Loss | None) -> Loss:

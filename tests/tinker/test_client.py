@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,9 +18,12 @@ from windfall.client import Client
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.training import Adam, given
+from windfall.types import Sampling
 from windfall.verbs import Policy
 
 SUM = Loss(name="cross_entropy")
+SAMPLE = given([1, 2, 3], [1, 2], [1.0, 1.0])
+FORWARD = c.Forward(model="m", seq=1, samples=(SAMPLE,), loss=SUM)
 
 
 @pytest.fixture
@@ -84,5 +90,23 @@ def test_a_server_that_is_not_there_is_named() -> None:
         with pytest.raises(WindfallError, match="for the server: Client"):
             async with Client(f"http://127.0.0.1:{free_port()}", KEY, patience_s=0.3):
                 pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"seq": 1 << 63}, {"seq": -1}, {"n": 0}, {"n": 1 << 40}, {"prompt": (-1,)}, {"prompt": (1 << 40,)}],
+)
+def test_numbers_that_no_call_has_are_refused(memory: ServedMemory, changed: dict[str, Any]) -> None:
+    fields = {"sampler": "s", "seq": 0, "prompt": (1, 2), "n": 1, "max_tokens": 4, "sampling": Sampling()} | changed
+
+    async def run() -> None:
+        async with Client(memory.url, KEY) as client:
+            with pytest.raises(WindfallError, match="no call in msgpack"):
+                await client.request("POST", "windfall/call", msgspec.msgpack.encode({"type": "SampleCall"} | fields))
+            wrong = msgspec.structs.replace(FORWARD, samples=(replace(SAMPLE, labels=np.array([-5, 1])),))
+            with pytest.raises(WindfallError, match="no call in msgpack"):
+                await client.request("POST", "windfall/call", c.encode(wrong))
 
     asyncio.run(run())

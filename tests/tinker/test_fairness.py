@@ -136,3 +136,20 @@ def test_a_call_that_is_canceled_just_when_it_was_admitted_leaves_no_response_op
         assert responses.open == {}
 
     run(work())
+
+
+def test_thousands_of_waiting_calls_may_be_canceled_at_once() -> None:
+    async def script() -> None:
+        responses = OpenResponses(lambda: 0)
+        await responses.admit("a", LEAST_OPEN)
+        waiting = [asyncio.create_task(responses.admit("a", 1)) for _ in range(3000)]
+        other = asyncio.create_task(responses.admit("b", 1))
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        responses.ended("a", LEAST_OPEN)
+        await other
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert responses.open == {"b": 1}
+
+    run(script())

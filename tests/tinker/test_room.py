@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from windfall.errors import WindfallError
 from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
 from windfall.training import TrainerLost
 
@@ -119,3 +120,27 @@ def test_live_weights_change_while_they_are_used() -> None:
         return loads
 
     assert asyncio.run(run()) == ["1", "2"]
+
+
+def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
+    async def run() -> list[str]:
+        of, said = trainers(["t0"]), list[str]()
+        slots, a, b = TrainSlots(of, ["t0"]), Resident("a", said), Resident("b", said)
+        await of.ready()
+
+        async def refuse(trainer: Any) -> None:
+            raise WindfallError("damaged")
+
+        async with slots.hold(b):
+            pass
+        b.leave = refuse
+        async with slots.hold(a):  # what b has not saved is repeated when it enters again
+            pass
+        b.enter = refuse
+        with pytest.raises(WindfallError, match="damaged"):
+            async with slots.hold(b):
+                pass
+        async with slots.hold(a):
+            return said
+
+    assert asyncio.run(run()) == ["b enters", "a enters", "a leaves", "a enters"]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.tinker_service import ALICE, BOB, Client, Server, contents, tinker_server
 from windfall.tinker import calls as c
+from windfall.tinker import service as tinker_service
 from windfall.tinker.calls import Refusal
 from windfall.training import Adam
 
@@ -145,6 +146,27 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(play: Callable
         assert (await server.result(create)).model == f"{again.id}:train:0"
         await server.kill()
         assert server.service.weights(ALICE, named.path).folder.is_dir()
+
+    play(script)
+
+
+def test_unnamed_weights_that_a_loop_has_left_behind_are_removed(
+    play: Callable[[Script], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinker_service, "KEPT_UNNAMED", 1)
+
+    async def script(server: Server) -> None:
+        service, client = server.service, await Client.open(server)
+        saved = [(await client.result(client.next(c.SaveForSampler, sampler_seq=n))).sampler for n in range(4)]
+        folders = [service.samplers[id].newest() for id in saved]
+        for id in (saved[0], saved[1], saved[3]):
+            service.samplers[id].used = 0.0
+        await client.result(client.sample(saved[1]))
+        while saved[0] in service.samplers or folders[0].is_dir():
+            await asyncio.sleep(0.05)
+        assert [folder.is_dir() for folder in folders] == [False, True, True, True]
+        with pytest.raises(Refusal, match="save others with a name"):
+            await service.submit(ALICE, client.sample(saved[0]))
 
     play(script)
 

@@ -11,7 +11,7 @@ from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 
 LOOK_S = 0.02
-"""Seconds between looks for stop strings."""
+"""Seconds between looks for stop strings. With many responses: ten times what a look takes."""
 
 
 class OwnResponses:
@@ -21,6 +21,9 @@ class OwnResponses:
         self._dispatch = dispatch
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """By id of a response that is being generated."""
+        self._watched: dict[str, tuple[Episode, StopStrings]] = {}
+        """Those of them that stop strings may end."""
+        self._watching: asyncio.Task[None] | None = None
 
     async def generate(
         self, group: str, episodes: Sequence[Episode], stops: StopStrings | None = None,
@@ -35,29 +38,49 @@ class OwnResponses:
         try:
             for episode in episodes:
                 self._dispatch.open(episode, self)
-            await self._ended(episodes, stops)
+                if stops:
+                    self._watch(episode, stops)
+            await asyncio.gather(*(self._waiting[episode.id] for episode in episodes))
             for episode in episodes:
+                if stops:
+                    self._cut_at_stop(episode, stops, whole=True)
                 self._dispatch.close(episode.id)
         except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
             self._dispatch.withdraw([e.id for e in episodes if e.id in self._dispatch.ledger.entries])
             raise
         finally:
             for episode in episodes:
+                self._watched.pop(episode.id, None)
                 self._waiting.pop(episode.id).cancel()
             self._dispatch.group_done(group, len(episodes))
 
-    async def _ended(self, episodes: Sequence[Episode], stops: StopStrings | None) -> None:
-        left = [(episode, self._waiting[episode.id]) for episode in episodes]
-        ends = [end for _, end in left]
-        while stops and left:
-            await asyncio.wait([end for _, end in left], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            for episode, end in left:
-                if (length := stops.end(episode.id, episode.tokens, 0, whole=end.done())) is not None:
-                    self._dispatch.cut(episode.id, length)
-                    if not end.done():
-                        end.set_result(None)
-            left = [(episode, end) for episode, end in left if not end.done()]
-        await asyncio.gather(*ends)
+    def _watch(self, episode: Episode, stops: StopStrings) -> None:
+        self._watched[episode.id] = episode, stops
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._look_for_stops(), name="stop strings")
+
+    async def _look_for_stops(self) -> None:
+        loop, spent_s = asyncio.get_running_loop(), 0.0
+        try:
+            while self._watched:
+                await asyncio.sleep(max(LOOK_S, 10 * spent_s))
+                began_s = loop.time()
+                for episode, stops in list(self._watched.values()):
+                    if episode.finish is None and self._cut_at_stop(episode, stops):
+                        self.turn_ended(episode.id)
+                spent_s = loop.time() - began_s
+        except Exception as e:  # fault boundary: raised where the responses are waited for
+            self.fail(e)
+
+    def _cut_at_stop(self, episode: Episode, stops: StopStrings, *, whole: bool = False) -> bool:
+        """Whether a stop string ends the response. `whole`: look at all of it."""
+        length = stops.end(episode.id, episode.tokens, 0, whole=whole)
+        if length is None:
+            return False
+        if episode.finish is None or length < len(episode.tokens):
+            self._dispatch.cut(episode.id, length)
+        episode.finish = "stop"
+        return True
 
     def fail(self, error: BaseException) -> None:
         """End the wait for all responses with this error."""

@@ -45,6 +45,8 @@ class Entry:
     """Empty once it was retrieved."""
     size: int = 0
     """Bytes of the result."""
+    stored: bool = True
+    """The result is on disk, too."""
     retrieved: float | None = None
     why: str = ""
     """What it waits for."""
@@ -120,7 +122,7 @@ class CallLog:
 
     def add_known(self, entry: Entry, result: c.Result) -> None:
         """A call that is made again after its result was forgotten, and whose result is known otherwise."""
-        entry.result, entry.done = c.encode(result), time.time()
+        entry.result, entry.done, entry.stored = c.encode(result), time.time(), False
         entry.size = len(entry.result)
         entry.event.set()
         self._entries[entry.id] = entry
@@ -161,7 +163,8 @@ class CallLog:
             entry = self._entries.get(id)
             if entry is not None and entry.account == account.name and entry.event.is_set():
                 entry.retrieved = entry.retrieved or time.time()
-                entry.result = b""
+                if entry.stored:
+                    entry.result = b""
 
     async def completions(self, sampler: str, clone: int, cursor: int, wait_s: float) -> tuple[int, list[Entry]]:
         """Calls of a sampler that have had a result since the cursor, and the next cursor."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -29,6 +29,11 @@ from windfall.training import Adam, Sample
 from windfall.types import Sampling
 
 Metadata = dict[str, str]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""Of a call of a model or a sampler."""
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+"""Of responses to one prompt."""
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +54,7 @@ class CallBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class CreateModel(CallBase, frozen=True):
     session: str
-    seq: int
+    seq: Number
     """Number of the model in its session."""
     base: str
     """Name of the base model, as the server serves it; may be empty with `path`."""
@@ -68,7 +73,7 @@ class UnloadModel(CallBase, frozen=True):
 
 class Forward(CallBase, frozen=True):
     model: str
-    seq: int
+    seq: Number
     samples: tuple[Sample, ...]
     loss: Loss
     width: int = 0
@@ -77,7 +82,7 @@ class Forward(CallBase, frozen=True):
 
 class ForwardBackward(CallBase, frozen=True):
     model: str
-    seq: int
+    seq: Number
     samples: tuple[Sample, ...]
     loss: Loss
     width: int = 0
@@ -86,7 +91,7 @@ class ForwardBackward(CallBase, frozen=True):
 
 class OptimStep(CallBase, frozen=True):
     model: str
-    seq: int
+    seq: Number
     adam: Adam
 
 
@@ -94,7 +99,7 @@ class SaveWeights(CallBase, frozen=True):
     """Save a checkpoint to continue from, with the state of the optimizer."""
 
     model: str
-    seq: int
+    seq: Number
     name: str
     ttl_s: float | None = None
     """Seconds after which it is deleted. None: never."""
@@ -107,7 +112,7 @@ class SaveForSampler(CallBase, frozen=True):
     """Save weights to sample from."""
 
     model: str
-    seq: int
+    seq: Number
     name: str = ""
     """Empty: they exist as long as the sampler that is made with them."""
     sampler_seq: int | None = None
@@ -120,7 +125,7 @@ class SaveForSampler(CallBase, frozen=True):
 
 class LoadWeights(CallBase, frozen=True):
     model: str
-    seq: int
+    seq: Number
     path: str
     optimizer: bool = False
 
@@ -130,21 +135,21 @@ class Refused(CallBase, frozen=True):
     calls after it would wait for it."""
 
     model: str
-    seq: int
+    seq: Number
     message: str
 
 
 class SampleCall(CallBase, frozen=True):
     sampler: str
     """A sampling session; the service makes one for calls that name weights instead (`sampler_for`)."""
-    seq: int
-    prompt: tuple[int, ...]
-    n: int
+    seq: Number
+    prompt: tuple[Token, ...]
+    n: Count
     max_tokens: int | None
     """None: as many as fit."""
     sampling: Sampling
     seed: int | None = None
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[Token, ...] = ()
     stop_texts: tuple[str, ...] = ()
     eos: bool = True
     """The stop tokens of the model end a sequence, too."""
@@ -243,6 +248,8 @@ def _encode_array(value: object) -> tuple[str, bytes]:
 
 def _decode_array(kind: type, value: Any) -> np.ndarray:
     dtype, data = value
+    if dtype not in ("<f8", "<u4"):
+        raise ValueError(f"an array of {dtype!r} is none of a call")
     return np.frombuffer(data, np.dtype(dtype))
 
 

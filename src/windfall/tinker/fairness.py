@@ -53,19 +53,19 @@ class Queues(Generic[T]):
 
     def pop(self, used: Callable[[str], float]) -> tuple[str, T] | None:
         """Who is next: the first of the account that has used least. None: nobody waits."""
-        account = min((name for name, queue in self._waiting.items() if queue), key=used, default=None)
-        if account is None:
-            return None
-        waiting, item = self._waiting[account].popleft()
-        if waiting.done():  # it was canceled, and has not run since
-            return self.pop(used)
-        waiting.set_result(None)
-        return account, item
+        while True:
+            account = min((name for name, queue in self._waiting.items() if queue), key=used, default=None)
+            if account is None:
+                return None
+            waiting, item = self._waiting[account].popleft()
+            if not waiting.done():  # otherwise it was canceled, and has not run since
+                waiting.set_result(None)
+                return account, item
 
 
 @dataclass(eq=False)
 class Turn:
-    """Of an account, on the trainer."""
+    """The time in which an account has the trainer."""
 
     account: str
     _end: Callable[[Turn], None]

@@ -81,9 +81,10 @@ class Keys:
 
     def account(self, key: str) -> Account:
         """Who has this key. Raises Refusal."""
-        for account in self._accounts.values():  # all are compared, so the time says nothing
-            if hmac.compare_digest(account.key.encode(), key.encode()):
-                return account
+        sent = key.encode(errors="replace")
+        found = [a for a in self._accounts.values() if hmac.compare_digest(a.key.encode(), sent)]  # always all of them
+        if found:
+            return found[0]
         raise Refusal(401, "this API key is not one of the server's. Set TINKER_API_KEY to the key that it printed.")
 
     def check_models(self, account: Account, models: int) -> None:

@@ -66,6 +66,8 @@ class Model:
     unloaded: bool = False
     seen: float = 0.0
     """When a client made a call last."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the weights that it starts with are there."""
     waiting: dict[int, Entry] = field(default_factory=dict)
     """Calls that were not performed, by number."""
     since: list[Entry] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,8 @@ class Sampler:
     """The saved weights; "" if they have no name, or for the base."""
     base: str = ""
     clones: int = 0
+    used: float = field(default_factory=time.time)
+    """When a call for it arrived last, as far as this server knows."""
 
     def newest(self) -> Path:
         """Where its weights are now."""

@@ -119,7 +119,8 @@ class TrainSlots:
             if self._loaded.get(slot.name) is not tenant:
                 before = self._loaded.get(slot.name)
                 if before is not None:
-                    await before.leave(trainer)
+                    with contextlib.suppress(WindfallError):  # what is not saved is repeated when it enters again
+                        await before.leave(trainer)
                     self._loaded.pop(slot.name, None)
                 await tenant.enter(trainer)
                 self._loaded[slot.name] = tenant
@@ -188,6 +189,12 @@ class SampleSlots:
                 self._wanted.pop(key, None)
             async with self._freed:
                 self._freed.notify_all()
+
+    def drop(self, key: str) -> None:
+        """Load these weights again for the next response."""
+        slot = self._slots.holding(key)
+        if slot is not None:
+            self._loaded.pop(slot.name, None)
 
     async def _bring(self, slot: str, folder: Path) -> None:
         async with self._locks[slot]:

@@ -13,7 +13,8 @@ Rules:
   as it was before it, and the next one is performed.
 - an account sees nothing of another one: what it does not own does not exist for it.
 - a session whose client is silent for `session_timeout_s` ends: its models leave their slots, its unnamed weights are
-  removed. Named weights stay.
+  removed. Named weights stay;
+- a loop that saves unnamed weights with every step does not fill the disk: what it has left behind is removed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import shutil
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +54,8 @@ MAX_SETTING = 1e6
 TIDY_S = 5.0
 PARTS = {"training": "weights", "sampler": "sampler_weights"}
 """By kind of saved weights: the part of their path that says so."""
+KEPT_UNNAMED, UNUSED_S = 16, 3600.0
+"""Unnamed weights to sample from stay for this many saves of a model, and for as long after their last call."""
 FAILURES = 3
 """A call with which a trainer fails so often is given up: others could not be performed either."""
 LOSSES = 8
@@ -142,6 +146,7 @@ class TinkerService:
             optimizer=spec["optimizer"], next_seq=row["next_seq"], metadata=spec["metadata"],
             unloaded=bool(row["unloaded"]), seen=row["created"],
         )  # fmt: skip
+        self.models[row["id"]].ready.set()
 
     async def _end_left_over(self) -> None:
         """Free what sessions held that a killed server was about to end."""
@@ -167,7 +172,8 @@ class TinkerService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._failed.cancel()
         if not self._store.failed.done():
-            with contextlib.suppress(TrainerLost):  # the next trainer repeats the calls since their last checkpoints
+            # The calls since their last checkpoints are repeated after the next start.
+            with contextlib.suppress(TrainerLost, WindfallError):
                 await self._train.save()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -235,15 +241,28 @@ class TinkerService:
         """Free what a session holds that has ended."""
         why = f"session {session} has ended"
         models = [model for model in self.models.values() if model.session == session]
-        samplers = {id: sampler for id, sampler in self.samplers.items() if sampler.session == session}
         await asyncio.gather(*(self._unload(model, why) for model in models))
-        for id in samplers:
+        await self._drop_samplers([s for s in self.samplers.values() if s.session == session], why)
+
+    async def _drop_samplers(self, samplers: Sequence[Sampler], why: str) -> None:
+        """End these samplers, and remove their weights if they have no name. `why`: for their open calls."""
+        ids = [sampler.id for sampler in samplers]
+        for id in ids:
             self.samplers.pop(id, None)
-        await self._fail(self._calls.of(samplers), why)
-        for id in samplers:
+        await self._fail(self._calls.of(ids), why)
+        for id in ids:
             self._calls.drop_sampler(id)
-        await self._store.write(*(("delete from sampler where id = ?", (id,)) for id in samplers))
-        await self._discard({sampler.folder for sampler in samplers.values() if sampler.folder is not None})
+        await self._store.write(*(("delete from sampler where id = ?", (id,)) for id in ids))
+        await self._discard({sampler.folder for sampler in samplers if sampler.folder is not None})
+
+    def _outdated(self, now: float) -> list[Sampler]:
+        """Samplers of unnamed weights that a loop has left behind: it saves new ones with every step."""
+        unnamed = defaultdict[Path, list[Sampler]](list)
+        for sampler in self.samplers.values():
+            if sampler.folder is not None and not sampler.path and sampler.key == str(sampler.folder):
+                unnamed[sampler.folder.parent].append(sampler)
+        newest_first = (sorted(of_model, key=lambda s: -s.created) for of_model in unnamed.values())
+        return [s for found in newest_first for s in found[KEPT_UNNAMED:] if now - s.used > UNUSED_S]
 
     # models
 
@@ -441,7 +460,8 @@ class TinkerService:
         found = self.samplers.get(id)
         if found is None or found.account != account.name:
             self.session(account, id.partition(":")[0])
-            raise c.Refusal(404, f"there is no sampling session {id!r}")
+            kept = f"Weights without a name are kept for the newest {KEPT_UNNAMED} saves of a model, and for an hour"
+            raise c.Refusal(404, f"there is no sampling session {id!r}. {kept}; save others with a name.")
         return found
 
     async def join_sampler(self, account: Account, id: str) -> int:
@@ -485,7 +505,8 @@ class TinkerService:
         self.keys.check_calls(account)
         if why := self._sampler.check(call):
             raise c.Refusal(400, why)
-        return Entry(id=id, account=account.name, sampler=sampler.id, seq=call.seq, call=call, created=time.time())
+        sampler.used = time.time()
+        return Entry(id=id, account=account.name, sampler=sampler.id, seq=call.seq, call=call, created=sampler.used)
 
     def _new_model_call(self, account: Account, call: c.ModelCall) -> Entry:
         model = self.model(account, call.model)
@@ -514,8 +535,13 @@ class TinkerService:
                     return f"{call.path} has no state of the optimizer: it was saved for sampling"
             case c.SaveWeights() | c.SaveForSampler() if not _is_name(call.name, call):
                 return f"{call.name!r} is no name for weights: use letters, digits, '.', '_' and '-'"
-            case c.OptimStep(adam=adam) if max(adam.lr, adam.eps, adam.weight_decay) > MAX_SETTING:
-                return f"adam_params: learning_rate, eps and weight_decay are at most {MAX_SETTING:g}"
+            case c.OptimStep(adam=adam):
+                settings = (adam.lr, adam.eps, adam.weight_decay, adam.clip_norm)
+                if not all(0 <= each <= MAX_SETTING for each in settings):  # a NaN fails every comparison
+                    names = "learning_rate, eps, weight_decay and grad_clip_norm"
+                    return f"adam_params: {names} are at least 0 and at most {MAX_SETTING:g}"
+                if not all(0 <= beta < 1 for beta in adam.betas):
+                    return "adam_params: beta1 and beta2 are from 0 to below 1"
             case c.Forward() | c.ForwardBackward():
                 return next(filter(None, (self._wrong(n, sample) for n, sample in enumerate(call.samples))), "")
         return ""
@@ -525,6 +551,11 @@ class TinkerService:
         tokens, context, known = len(sample.ids), self.terms.context, self.terms.vocabulary
         if tokens > context:
             return f"data[{number}]: {tokens} tokens are more than the context of {context}"
+        for name, values in (("advantages or weights", sample.advantages), ("logprobs", sample.behavior)):
+            if values is not None and not (values.dtype == np.float64 and np.isfinite(values).all()):
+                return f"data[{number}]: {name} are not all finite numbers"
+        if sample.labels is not None and sample.labels.dtype != np.uint32:
+            return f"data[{number}]: target_tokens are not token ids"
         largest = max(max(sample.ids), 0 if sample.labels is None else int(sample.labels.max(initial=0)))
         return f"data[{number}]: token {largest} is not one of the model's {known}" if largest >= known else ""
 
@@ -583,9 +614,9 @@ class TinkerService:
                     self.models[model.id] = model
                     self._start(self._run_create(entry, model, source))
             case _:
-                model = self.models[entry.model]
-                if model.unloaded:  # the server was killed meanwhile
-                    self._start(self._fail([entry], f"model {model.id} was unloaded"))
+                model = self.models.get(entry.model)
+                if model is None or model.unloaded:  # the server was killed meanwhile
+                    self._start(self._fail([entry], f"model {entry.model} is gone"))
                     return
                 model.waiting[entry.seq] = entry
                 if model.task is None or model.task.done():
@@ -597,10 +628,14 @@ class TinkerService:
                 await asyncio.to_thread(_link_tree, source.folder, model.checkpoint)
         except WindfallError as e:
             self.models.pop(model.id, None)
+            model.unloaded = True
+            model.ready.set()
+            await self._fail(list(model.waiting.values()), f"model {model.id} could not be created")
             await self._done(entry, c.Failed(message=str(e)))
             return
         path = source.path if source is not None else ""
         await self._done(entry, c.ModelReady(model=model.id, path=path), self._model_row(model))
+        model.ready.set()
         self._log("tinker_model", model=model.id, account=model.account, rank=model.spec.rank, path=path)
 
     async def _run_unload(self, entry: Entry) -> None:
@@ -610,6 +645,7 @@ class TinkerService:
 
     async def _run_model(self, model: Model) -> None:
         """Perform the calls of a model whose turn it is."""
+        await model.ready.wait()
         while not model.unloaded and (entry := model.waiting.get(model.next_seq)) is not None:
             attempts = Attempts()
             entry.why = "all slots of the trainer are in use by other models" if self._train.full else ""
@@ -623,6 +659,9 @@ class TinkerService:
                             await model.settle(trainer, self._save_updates)
                         finally:
                             model.busy = False
+                except WindfallError as e:  # the model could not be loaded, or not be saved: its slot is empty now
+                    if entry.done is None:
+                        await self._finish(model, entry, c.Failed(message=str(e), user=False))
                 except TrainerLost as e:
                     if entry.done is None and (why := attempts.exhausted(e)):
                         await self._finish(model, entry, c.Failed(message=why, user=False))
@@ -647,8 +686,8 @@ class TinkerService:
                     raise AssertionError(f"no call of a model: {entry.id}")
         except WindfallError as e:
             turn.end()
-            if isinstance(call, Changing):
-                self._train.drop(model)  # what it changed before it failed is not known
+            if not isinstance(call, c.Refused):
+                self._train.drop(model)  # what it changed is not known, and without memory the slot is empty
             await self._finish(model, entry, c.Failed(message=str(e)))
             return
         turn.end()
@@ -734,8 +773,12 @@ class TinkerService:
             if not call.prompt_logprobs and not call.prompt_top_k:
                 return c.Sampled(sequences=sequences)
             trainer = self._trainers.trainers[policy]
-            async with self.turns.turn(entry.account):
-                (found,) = await trainer.score([call.prompt], call.prompt_top_k, id=f"{id}/score")
+            try:
+                async with self.turns.turn(entry.account):
+                    (found,) = await trainer.score([call.prompt], call.prompt_top_k, id=f"{id}/score")
+            except WindfallError:
+                self._sample.drop(sampler.key)  # without memory for a pass, the trainer empties the slot
+                raise
         logprobs = np.concatenate([[np.nan], found.logprobs])
         top_ids, top = [(), *map(tuple, found.top_ids.tolist())], [(), *map(tuple, found.top_logprobs.tolist())]
         if call.prompt_last:
@@ -760,11 +803,17 @@ class TinkerService:
     # what is over
 
     async def _tidy(self) -> None:
+        pause_s, before = min(TIDY_S, self.terms.session_timeout_s / 2), time.time()
         while True:
-            await asyncio.sleep(min(TIDY_S, self.terms.session_timeout_s / 2))
+            await asyncio.sleep(pause_s)
             now = time.time()
+            if not 0 <= now - before < 3 * pause_s:  # the clock was set, or this process stood still
+                for session in self.sessions.values():
+                    session.seen = now
+            before = now
             silent = [s for s in self.sessions.values() if now - s.seen > self.terms.session_timeout_s]
             await asyncio.gather(*map(self.end_session, silent))
+            await self._drop_samplers(self._outdated(now), "its weights, which have no name, are older than an hour")
             for found in list(self.checkpoints.values()):
                 if found.expires is not None and found.expires < now:
                     await self._remove(found)

@@ -1,9 +1,10 @@
 """Which slot holds which adapter. Pure.
 
-    request(key)   a slot for an adapter: the one that holds it, else a free one, else the least recently used idle one
-    hold, release  while an adapter is in use, its slot is not given to another one
+    take(key)      a slot for an adapter: the one that holds it, else a free one, else the least recently used idle one
+    release(key)   until then, the slot is not given to another adapter
+    forget(key)    the adapter needs no slot any more
 
-The owner of the slots loads what `take` says. When a trainer is lost, all its slots are empty (`clear`).
+The owner of the slots loads what `take` says.
 """
 
 from __future__ import annotations

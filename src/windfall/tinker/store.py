@@ -76,7 +76,7 @@ class Store:
         try:
             found = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=30)
             found.execute("pragma journal_mode = wal")
-            found.execute("pragma synchronous = normal")
+            found.execute("pragma synchronous = full")
         except sqlite3.Error as e:
             fix = "Free disk space, or restore the file from a copy."
             raise errors.WindfallError(f"cannot be opened: {e}", where=str(self.path), fix=fix) from e

@@ -177,7 +177,7 @@ class Report:
     router_gap: float = 0.0
     """In a model with experts that were replayed: `engine_gap` as it would be without, over the fresh tokens of one
     pack of each rank. 0 if none were."""
-    replayed: float = 0.0
+    replayed_experts: float = 0.0
     """Share of the tokens whose engine had recorded the experts."""
     engine_gaps: dict[str, float] = field(default_factory=dict)
     """`engine_gap` by engine (Capabilities.rounding), over the fresh tokens whose engine is known."""

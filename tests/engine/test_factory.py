@@ -51,7 +51,9 @@ def test_engine_is_built_for_adapters_and_leaves_room_for_them(monkeypatch: pyte
     wanted = spec(adapters=2, adapter_rank=4)
     model = factory.build_model(wanted, "cpu")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    room = 2 * 16 * 4 * sum(sum(shape) for name, shape in shapes.items() if "layers" in name and len(shape) == 2)
+    sizes = sum(sum(shape) for name, shape in shapes.items() if "layers" in name and len(shape) == 2)
+    sizes += 2 * sum(shapes["model.embed_tokens.weight"])  # adapters of the embeddings and of the head
+    room = 2 * 16 * 4 * sizes
     assert factory.adapter_bytes(wanted, shapes, 4) == room > 0
     monkeypatch.setattr(factory, "free_bytes", lambda device: 400 * TOKEN_BYTES + room)
     engine, _ = factory.build_engine(wanted, "cpu", model=model, share=0.5)

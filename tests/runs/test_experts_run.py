@@ -58,7 +58,7 @@ def test_experts_are_trained(windfall: Windfall, here: Path, capsys: pytest.Capt
     steps = [e for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
     assert [e["step"] for e in steps] == [1, 2]
     assert all(e["grad_norm"] > 0 and e["engine_gap"] < 1e-4 for e in steps)
-    assert all(e["replayed"] == 1 and 0 < e["router_gap"] < 1e-4 for e in steps), "the weights were the same"
+    assert all(e["replayed_experts"] == 1 and 0 < e["router_gap"] < 1e-4 for e in steps), "the weights were the same"
     before, after = (load_file(f / "model.safetensors") for f in (here / "experts", checkpoint.latest(run).path))
     changed = {name for name, value in before.items() if not torch.equal(value.float(), after[name].float())}
     assert {n for n in before if "experts" in n or n.endswith("gate.weight")} <= changed

@@ -157,7 +157,7 @@ def fingerprint(engine: m.EngineSpec) -> str:
     rest = [
         msgspec.to_builtins(getattr(engine, f))
         for f in engine.__struct_fields__
-        if f not in ("model_config", "checked")
+        if f not in ("model_config", "checked", "experts")
     ]
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 

@@ -292,7 +292,7 @@ class TorchTrainer:
                 kl=0.0 if ref is None else k3(now, ref),
                 divisor=share,
                 responses=s.share,
-                replayed=len(now) if s.experts and self.replays else 0,
+                replayed_experts=len(now) if s.experts and self.replays else 0,
             )
             out.append(w)
         return np.concatenate(out)
@@ -322,8 +322,8 @@ class TorchTrainer:
         rejected = checked and not gap <= self.gap_limit  # a NaN fails every comparison
         if rejected and not self._only_fp8(t.engine_gaps()):
             raise gap_error(gap, t.gap_max, self.gap_limit, t.engine_gaps())
-        if self.must_replay and not sums["given"] and sums["replayed"] < sums["tokens"]:
-            without = int(sums["tokens"] - sums["replayed"])
+        if self.must_replay and not sums["given"] and sums["replayed_experts"] < sums["tokens"]:
+            without = int(sums["tokens"] - sums["replayed_experts"])
             raise WindfallError(
                 f"the engines did not record the experts of {without} of {int(sums['tokens'])} tokens",
                 where="train.replay_routing",
@@ -346,7 +346,7 @@ class TorchTrainer:
             drift=sums["drift"] / older if older else 0.0,
             skipped=ENGINE_GAP if rejected else skipped,
             peak_bytes=t.peak_bytes,
-            **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl", "replayed")},
+            **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl", "replayed_experts")},
         )
 
     def _only_fp8(self, engine_gaps: Mapping[str, float]) -> bool:

@@ -190,6 +190,33 @@ def test_a_process_that_was_stopped_in_the_queue_is_killed_in_its_turn(path: Pat
             assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
+WAITS_TOO = """
+import os, time
+from windfall.turns.client import SharedDevice
+turn.take(30)
+second = SharedDevice(os.environ["WINDFALL_TURNS"], os.environ["WINDFALL_TURN_KEY"], "train", {device!r})
+second.take(0.0)
+print("turn")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu2"])
+def test_a_process_that_hangs_is_killed_although_it_waits_for_another_turn(path: Path, device: str) -> None:
+    """On the same device, or on one whose holder hangs as well, but nobody else waits there."""
+    with served(path, ("gpu", "gpu2"), slice_s=0.02, limit_s=0.5) as server:
+        b, c = server.client("b"), server.client("c", "train", "gpu2")
+        with closed(b, c):
+            assert c.take(WAIT_S)
+            process = server.process(WAITS_TOO.format(device=device), "a", "train")
+            assert process.stdout is not None
+            assert process.stdout.readline() == "turn\n"
+            c.give()
+            assert c.take(WAIT_S)
+            assert b.take(WAIT_S)
+            assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
 def test_several_devices_are_taken_together(server: Served) -> None:
     both = SharedDevices([server.client("a", "train", device) for device in ("gpu2", "gpu")])
     first, second = server.client("b"), server.client("c", device="gpu2")

@@ -92,7 +92,7 @@ def test_responses_that_make_room_for_another_job_keep_every_token(
         assert done[id].tokens.tolist() == tokens, id
         assert done[id].logprobs.tolist() == logprobs, id
     gathering = dispatch.accounts.gathering
-    assert gathering.released == contended
+    assert bool(gathering.released) == contended  # how often depends on when the heartbeats arrive
     assert bool(gathering.moves) == contended
     dispatch.ledger.check()
     assert dispatch.ledger.lost_tokens() == 0

@@ -17,7 +17,7 @@ from windfall.tinker.service import TinkerService
 EVERY_S = 1.0
 """Seconds between two looks at what was used, and at the file of accounts."""
 LOG_S = 30.0
-"""Seconds between two events with the bill. What a kill of the server loses of it is charged to nobody."""
+"""Seconds between two events with the bill. Not billed: what happens between the last one and a kill of the server."""
 RATE_S = 10.0
 """Seconds over which rates are measured."""
 RATES = {"calls": "calls_per_s", "sampled_tokens": "sampled_per_s", "trained_tokens": "trained_per_s"}

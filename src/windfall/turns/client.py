@@ -151,7 +151,7 @@ class SharedDevice:
         self._asked = self._has = self._wanted = self._closed = False
         self._contended_s = 0.0
         self._others_since_s: float | None = None
-        """Since when another job waits for the device or has it; None: none does."""
+        """When another job began to wait for the device or to have it. None: no other job does."""
         self._number = self._rows = self._bytes = 0
         self._awake = False
         self._woke_s = 0.0

@@ -6,6 +6,7 @@
 Rules:
 - A device has one holder; two of different jobs, if `co_running` is on and the table of measurements allows the pair.
 - Whatever a peer sends, it can harm only its own connection: a bad line closes it. The job is known by its key alone.
+  Only the free memory that trainers measure is believed, because this process has no access to the devices.
 - A process that keeps a turn for `limit_s` while others wait, or after it was asked to give it, is killed (SIGKILL). If
   it cannot be killed, its connection and its turn end all the same.
 - Every nanosecond of every device is charged (accounts.py).
@@ -458,10 +459,12 @@ class TurnServer:
         others = any(other.job != peer.job for other in waiting)
         if not peer.has_turn or not others or (peer.kind == "rollout" and not peer.asked_ns):
             return math.inf
-        same = (p for p in self._peers if (p.pid, p.job, p.kind) == (peer.pid, peer.job, peer.kind))
-        if any(p.side is not None and not p.has_turn for p in same):  # it waits for another of its devices
-            return now_ns + self._limit_s * 1e9
-        return (peer.asked_ns or peer.since_ns) + self._limit_s * 1e9
+        start_ns, limit_ns = peer.asked_ns or peer.since_ns, self._limit_s * 1e9
+        same = [p for p in self._peers if (p.pid, p.job, p.kind) == (peer.pid, peer.job, peer.kind) and p.side]
+        others_of_it = [p for p in same if p.device is not peer.device]
+        if any(not p.has_turn for p in others_of_it):  # it waits for another device, whose holder may hang, too
+            return start_ns + 2 * limit_ns
+        return max([start_ns, *(p.since_ns for p in others_of_it)]) + limit_ns  # it works since it has all of them
 
     def _begin(self, peer: _Peer, now_ns: int) -> None:
         peer.has_turn, peer.since_ns, peer.began_s = True, now_ns, time.time()

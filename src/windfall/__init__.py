@@ -1,3 +1,3 @@
 """windfall: reinforcement learning of language models on whatever GPUs are cheap right now."""
 
-__version__ = "0.2.0"
+__version__ = "0.4.0"

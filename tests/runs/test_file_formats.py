@@ -7,6 +7,7 @@ killed in step 6, after the checkpoint of step 4. Its path of the base model was
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ from windfall.events.log import read
 from windfall.link import messages
 from windfall.recipe import file as recipe_file
 from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.tinker import store
 from windfall.trainer import checkpoint
+from windfall.weights import delta
 
 Windfall = Callable[..., tuple[int, str, str]]
 OLD = Path(__file__).parent / "run_0_3"
@@ -129,3 +132,16 @@ def test_recipe_with_its_format_is_the_same_recipe(here: Path) -> None:
 def test_every_message_that_opens_a_link_has_the_protocol() -> None:
     for message in (messages.Challenge, messages.Hello, messages.TrainerHello, messages.RankHello):
         assert "protocol" in message.__struct_fields__
+
+
+def test_table_of_formats_has_their_numbers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| ([\w `]+) \| [^|]*\| (\d+) \| .*:(?:FORMAT|PROTOCOL|MAGIC)`", page, re.MULTILINE)
+    assert dict(rows) == {
+        "recipe": str(recipe_file.FORMAT),
+        "checkpoint": str(checkpoint.FORMAT),
+        "journal": str(journal_format.FORMAT),
+        "store of `windfall tinker`": str(store.FORMAT),
+        "messages": str(messages.PROTOCOL),
+        "deltas of weights": delta.MAGIC.decode().removeprefix("wfdelta"),
+    }

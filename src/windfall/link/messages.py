@@ -30,7 +30,7 @@ from windfall.algorithms.given import Loss
 from windfall.training import Adam, Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 19
+PROTOCOL = 20
 MAX_FRAME_BYTES = 48 << 20  # size limit of a worker's frames: a prompt of 100,000 tokens with experts of 48 layers
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 

@@ -123,13 +123,13 @@ class Client:
         id = quote(call, safe="/:")
         while True:
             found = await self.request("GET", f"windfall/outcome/{id}")
-            if isinstance(found, c.Failed):
+            if isinstance(found, c.CallFailed):
                 raise WindfallError(found.message, where=f"call {call}")
             if found is not None:
                 return found
 
     async def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request: JSON, a result, a Failed, or None if there is none yet."""
+        """The answer to a request: JSON, a result, a CallFailed, or None if there is none yet."""
         began_s, tries, why = time.monotonic(), 0, ""
         while True:
             try:
@@ -200,21 +200,21 @@ class RemotePolicy:
 
     async def forward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> list[Sample]:
         """The samples with the log-probs of the present weights as `old`."""
-        result = await self._call(c.Forward, id, samples=tuple(samples), loss=_given(loss))
-        assert isinstance(result, c.Scored)
+        result = await self._call(c.ForwardCall, id, samples=tuple(samples), loss=_given(loss))
+        assert isinstance(result, c.ForwardResult)
         return [replace(sample, old=old) for sample, old in zip(samples, result.logprobs, strict=True)]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> Gradient:
         """Add the gradient of these samples."""
-        result = await self._call(c.ForwardBackward, id, samples=tuple(samples), loss=_given(loss))
-        assert isinstance(result, c.Scored)
+        result = await self._call(c.ForwardBackwardCall, id, samples=tuple(samples), loss=_given(loss))
+        assert isinstance(result, c.ForwardResult)
         return Gradient(s=0.0, loss=result.metrics["loss:sum"], logprobs=result.logprobs)
 
     async def optim_step(self, state: CheckpointState | None = None, adam: Adam | None = None, *, id: str) -> Report:
         """Change the weights. `adam` is needed, because a server has no learning rate; `state` has no effect."""
         if adam is None:
             raise WindfallError("no settings of the optimizer", where="optim_step", fix="Pass adam=Adam(lr=...).")
-        result = await self._call(c.OptimStep, id, adam=adam)
+        result = await self._call(c.OptimStepCall, id, adam=adam)
         assert isinstance(result, c.Stepped)
         number = result.metrics.get
         return Report(tokens=int(number("tokens", 0)), responses=0, grad_norm=number("grad_norm", 0), lr=adam.lr)

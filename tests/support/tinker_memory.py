@@ -148,15 +148,15 @@ class MemoryService:
         )  # fmt: skip
         return self._done(self._entry(f"{id}/0", model=id), c.ModelReady(model=id, path=call.path))
 
-    def _performed(self, model: Any, call: c.Call) -> c.Result | c.Failed:
+    def _performed(self, model: Any, call: c.Call) -> c.Result | c.CallFailed:
         match call:
-            case c.Refused():
-                return c.Failed(message=call.message)
-            case c.Forward() | c.ForwardBackward():
+            case c.RefusedCall():
+                return c.CallFailed(message=call.message)
+            case c.LossCall():
                 logprobs = tuple(-np.arange(1, len(s.targets) + 1) / 4 for s in call.samples)
                 losses = [-float(np.sum(s.advantages * x)) for s, x in zip(call.samples, logprobs, strict=True)]
-                return c.Scored(logprobs=logprobs, metrics={"loss:sum": sum(losses)})
-            case c.OptimStep():
+                return c.ForwardResult(logprobs=logprobs, metrics={"loss:sum": sum(losses)})
+            case c.OptimStepCall():
                 return c.Stepped(metrics={"lr": call.adam.lr})
             case c.LoadWeights():
                 return c.ModelReady(model=model.id, path=call.path)
@@ -198,8 +198,8 @@ class MemoryService:
         entry.event = asyncio.Event()
         return self.calls.setdefault(id, entry)
 
-    def _done(self, entry: Any, result: c.Result | c.Failed) -> Any:
-        entry.outcome, entry.failed, entry.result = result, isinstance(result, c.Failed), c.encode(result)
+    def _done(self, entry: Any, result: c.Result | c.CallFailed) -> Any:
+        entry.outcome, entry.failed, entry.result = result, isinstance(result, c.CallFailed), c.encode(result)
         entry.size = len(entry.result)
         entry.event.set()
         if entry.sampler:
@@ -229,7 +229,7 @@ class MemoryService:
 
     async def cancel(self, account: Any, id: str) -> None:
         self.calls[id].task.cancel()
-        self._done(self.calls[id], c.Failed(message="the call was canceled"))
+        self._done(self.calls[id], c.CallFailed(message="the call was canceled"))
 
 
 class ServedMemory:

@@ -20,9 +20,9 @@ from windfall.recipe.file import load_recipe
 from windfall.tinker import calls as c
 from windfall.tinker.call_log import Entry
 from windfall.tinker.command import BASE
-from windfall.tinker.keys import Account
+from windfall.tinker.keys import ApiAccount
 from windfall.tinker.loop import TinkerLoop
-from windfall.tinker.records import Session
+from windfall.tinker.records import TinkerSession
 from windfall.tinker.service import TinkerService
 from windfall.training import Adam, given
 from windfall.types import Sampling
@@ -48,7 +48,7 @@ lora = { rank = 8 }
 slot = "sample"
 lora = { rank = 8 }
 """
-ALICE, BOB = (Account(name=name, key=f"tml-{name}-secret") for name in ("alice", "bob"))
+ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-secret") for name in ("alice", "bob"))
 WAIT_S = 120.0
 LORA = c.LoraSpec(rank=4, seed=3)
 CROSS_ENTROPY = Loss(name="cross_entropy")
@@ -88,11 +88,11 @@ class Server:
         await asyncio.gather(self.running, return_exceptions=True)
         await self._stack.aclose()
 
-    async def result(self, call: c.Call, account: Account = ALICE) -> Any:
+    async def result(self, call: c.Call, account: ApiAccount = ALICE) -> Any:
         """Make a call and wait for its result, over restarts of the server."""
         return await self.outcome((await self.service.submit(account, call)).id, account)
 
-    async def outcome(self, id: str, account: Account = ALICE) -> Any:
+    async def outcome(self, id: str, account: ApiAccount = ALICE) -> Any:
         async with asyncio.timeout(WAIT_S):
             while isinstance(found := await self.service.outcome(account, id, 0.2), c.Pending):
                 pass
@@ -117,12 +117,12 @@ async def tinker_server(folder: Path) -> AsyncIterator[Server]:
 class Client:
     """Counts the calls of one model of a session."""
 
-    def __init__(self, server: Server, session: Session, account: Account) -> None:
+    def __init__(self, server: Server, session: TinkerSession, account: ApiAccount) -> None:
         self.server, self.session, self.account = server, session, account
         self.model, self.seq, self.samples, self.lora = "", 0, 0, LORA
 
     @classmethod
-    async def open(cls, server: Server, account: Account = ALICE) -> Client:
+    async def open(cls, server: Server, account: ApiAccount = ALICE) -> Client:
         session = await server.service.create_session(account)
         client = cls(server, session, account)
         create = c.CreateModel(session=session.id, seq=0, base=server.service.terms.base, lora=LORA)
@@ -137,12 +137,12 @@ class Client:
         self.seq += 1
         return kind(model=self.model, seq=self.seq, **fields)
 
-    def gradient(self, ids: Sequence[int], labels: Sequence[int] | None = None) -> c.ForwardBackward:
+    def gradient(self, ids: Sequence[int], labels: Sequence[int] | None = None) -> c.ForwardBackwardCall:
         sample = given(ids, range(1, len(ids)), [1.0] * (len(ids) - 1), (), labels)
-        return self.next(c.ForwardBackward, samples=(sample,), loss=CROSS_ENTROPY)
+        return self.next(c.ForwardBackwardCall, samples=(sample,), loss=CROSS_ENTROPY)
 
-    def update(self) -> c.OptimStep:
-        return self.next(c.OptimStep, adam=Adam(lr=1e-3))
+    def update(self) -> c.OptimStepCall:
+        return self.next(c.OptimStepCall, adam=Adam(lr=1e-3))
 
     def sample(self, sampler: str, prompt: Sequence[int] = (5, 6, 7), **fields: Any) -> c.SampleCall:
         self.samples += 1

@@ -20,13 +20,13 @@ def message(result: c.Result) -> bytes:
 def test_log_probs_of_each_target_come_back_with_the_metrics() -> None:
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
-    scored = c.Scored(logprobs=(np.array([-0.5, -1.25]), np.array([-2.0])), metrics={"loss:sum": 3.75})
+    scored = c.ForwardResult(logprobs=(np.array([-0.5, -1.25]), np.array([-2.0])), metrics={"loss:sum": 3.75})
     output = deserialize_forward_backward_output(message(scored))
     assert output.metrics == {"loss:sum": 3.75}
     assert [out["logprobs"].tolist() for out in output.loss_fn_outputs] == [[-0.5, -1.25], [-2.0]]
     assert [out["logprobs"].shape for out in output.loss_fn_outputs] == [[2], [1]]
     assert output.loss_fn_outputs[0]["logprobs"].dtype == "float32"
-    several = c.Scored(logprobs=(np.array([-1.0, -2.0, -3.0, -4.0]),), metrics={}, width=2)
+    several = c.ForwardResult(logprobs=(np.array([-1.0, -2.0, -3.0, -4.0]),), metrics={}, width=2)
     (found,) = deserialize_forward_backward_output(message(several)).loss_fn_outputs
     assert found["logprobs"].shape == [2, 2]
 
@@ -36,7 +36,7 @@ def test_results_of_several_requests_are_joined_by_the_sdk() -> None:
     from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
-    parts = [c.Scored(logprobs=(np.array([-1.0]),), metrics={"loss:sum": loss}) for loss in (1.5, 2.0)]
+    parts = [c.ForwardResult(logprobs=(np.array([-1.0]),), metrics={"loss:sum": loss}) for loss in (1.5, 2.0)]
     whole = combine_fwd_bwd_output_results([deserialize_forward_backward_output(message(part)) for part in parts])
     assert whole.metrics == {"loss:sum": 3.5}
     assert len(whole.loss_fn_outputs) == 2
@@ -92,6 +92,6 @@ def test_other_results(result: c.Result, kind: str, expected: dict[str, object])
 
 def test_the_category_of_a_failure_is_one_that_the_sdk_knows() -> None:
     for user, category in ((True, "User"), (False, "Server")):
-        found = answers.failed(c.Failed(message="no", user=user))
+        found = answers.failed(c.CallFailed(message="no", user=user))
         assert found["error"] == "no"
         assert tinker.types.RequestErrorCategory(found["category"]).name == category

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from windfall.tinker import calls as c
 from windfall.tinker.call_log import CLONE, KEPT_S, CallLog, Entry
-from windfall.tinker.keys import Account
-from windfall.tinker.store import Store
+from windfall.tinker.keys import ApiAccount
+from windfall.tinker.store import TinkerStore
 
-ALICE, BOB = (Account(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
+ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
 DONE = c.Stepped(metrics={"lr": 0.5})
 
 
@@ -19,9 +19,9 @@ def entry(number: int, sampler: str = "s") -> Entry:
     return Entry(id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, call=call, created=time.time())
 
 
-def play(folder: Path, script: Callable[[Store], Awaitable[None]]) -> None:
+def play(folder: Path, script: Callable[[TinkerStore], Awaitable[None]]) -> None:
     async def main() -> None:
-        store = Store(folder)
+        store = TinkerStore(folder)
         await script(store)
         await store.close()
 
@@ -29,7 +29,7 @@ def play(folder: Path, script: Callable[[Store], Awaitable[None]]) -> None:
 
 
 def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
-    async def script(store: Store) -> None:
+    async def script(store: TinkerStore) -> None:
         log, entries = CallLog(store), [entry(n) for n in range(300)]
         for each in (*entries, entry(CLONE + 1)):
             log.add(each)
@@ -47,7 +47,7 @@ def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
 
 
 def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(tmp_path: Path) -> None:
-    async def script(store: Store) -> None:
+    async def script(store: TinkerStore) -> None:
         log, (seen, unseen, open_, repeated) = CallLog(store), map(entry, range(4))
         for each in (seen, unseen, open_, repeated):
             log.add(each)
@@ -68,7 +68,7 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
         await log.forget(lambda entry: True)  # nobody will come for it
         assert log.get(unseen.id) is None
 
-    async def next_server(store: Store) -> None:
+    async def next_server(store: TinkerStore) -> None:
         log = CallLog(store)
         assert [e.id for e in log.restore()] == ["s/2", "s/3"]
         assert log.open_calls("alice") == 1
@@ -81,7 +81,7 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
 
 
 def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: Path) -> None:
-    async def script(store: Store) -> None:
+    async def script(store: TinkerStore) -> None:
         log, huge = CallLog(store), entry(1 << 70)
         log.add(huge)
         assert huge.written is not None

@@ -23,7 +23,7 @@ from windfall.verbs import Policy
 
 SUM = Loss(name="cross_entropy")
 SAMPLE = given([1, 2, 3], [1, 2], [1.0, 1.0])
-FORWARD = c.Forward(model="m", seq=1, samples=(SAMPLE,), loss=SUM)
+FORWARD = c.ForwardCall(model="m", seq=1, samples=(SAMPLE,), loss=SUM)
 
 
 @pytest.fixture
@@ -61,7 +61,9 @@ def test_a_call_with_the_same_id_is_the_same_call(memory: ServedMemory) -> None:
                 await policy.forward_backward(samples, SUM, id="b")
                 await policy.sample([1, 2, 3], 1, id="a", max_tokens=4)
             await policy.optim_step(adam=Adam(lr=0.5), id="c")
-        made = [call.seq for call in memory.service.submitted if isinstance(call, c.ForwardBackward | c.OptimStep)]
+        made = [
+            call.seq for call in memory.service.submitted if isinstance(call, c.ForwardBackwardCall | c.OptimStepCall)
+        ]
         assert made == [1, 1, 3]  # the sampler was the second call
         assert [call.seq for call in memory.service.submitted if isinstance(call, c.SampleCall)] == [0, 0]
 

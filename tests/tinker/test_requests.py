@@ -74,7 +74,7 @@ def test_an_update_has_the_settings_of_adam() -> None:
     params = tinker.AdamParams(learning_rate=0.01, beta1=0.8, weight_decay=0.1, grad_clip_norm=2.0)
     asked = tinker.types.OptimStepRequest(optim_params=params, model_id="m", seq_id=4)
     adam = Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-12, weight_decay=0.1, clip_norm=2.0)
-    assert requests.optim_step(sent(asked)) == c.OptimStep(model="m", seq=4, adam=adam)
+    assert requests.optim_step(sent(asked)) == c.OptimStepCall(model="m", seq=4, adam=adam)
 
 
 def test_weights_are_saved_by_name_or_for_a_sampler() -> None:
@@ -145,12 +145,12 @@ def test_a_refused_call_of_a_model_keeps_its_place() -> None:
     params = tinker.types.DimuonParams(learning_rate=0.1)
     asked = tinker.types.OptimStepRequest(optim_params=params, model_id="m", seq_id=4)
     call = requests.model_call(sent(asked), requests.optim_step)
-    assert isinstance(call, c.Refused)
+    assert isinstance(call, c.RefusedCall)
     assert (call.model, call.seq) == ("m", 4)
     assert "the optimizer 'dimuon' is not supported" in call.message
     external = tinker.types.SaveWeightsExternalRequest(model_id="m", seq_id=5, path="a")
     call = requests.model_call(sent(external), requests.save_external)
-    assert isinstance(call, c.Refused)
+    assert isinstance(call, c.RefusedCall)
     assert call.message.startswith("save_weights_external is not supported")
 
 

@@ -31,7 +31,7 @@ def body(data: list[Any], loss: str = "cross_entropy", config: Any = None, *, fo
 
 def refused(data: list[Any], loss: str = "cross_entropy", config: Any = None) -> str:
     call = samples.forward_call(body(data, loss, config))
-    assert isinstance(call, c.Refused)
+    assert isinstance(call, c.RefusedCall)
     assert (call.model, call.seq) == ("s:train:0", 7)
     return call.message
 
@@ -39,7 +39,7 @@ def refused(data: list[Any], loss: str = "cross_entropy", config: Any = None) ->
 def test_weighted_tokens_become_a_sample_with_all_positions_as_targets() -> None:
     data = [datum([5, 6, 7], target_tokens=[6, 7, 8], weights=[0.0, 0.5, 1.0]), datum([1], target_tokens=[2])]
     call = samples.forward_call(body(data))
-    assert isinstance(call, c.ForwardBackward)
+    assert isinstance(call, c.ForwardBackwardCall)
     assert (call.model, call.seq, call.loss) == ("s:train:0", 7, Loss(name="cross_entropy"))
     first, second = call.samples
     assert first.labels is None
@@ -52,7 +52,7 @@ def test_weighted_tokens_become_a_sample_with_all_positions_as_targets() -> None
 
 
 def test_a_forward_pass_is_another_call() -> None:
-    assert isinstance(samples.forward_call(body([datum([1], target_tokens=[2])], forward=True)), c.Forward)
+    assert isinstance(samples.forward_call(body([datum([1], target_tokens=[2])], forward=True)), c.ForwardCall)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_losses_of_reinforcement_learning(loss: str, config: Any, expected: Loss
     call = samples.forward_call(
         body([datum([1, 2], target_tokens=[2, 3], logprobs=logprobs, advantages=advantages)], loss, config)
     )
-    assert isinstance(call, c.ForwardBackward)
+    assert isinstance(call, c.ForwardBackwardCall)
     assert call.loss == expected
     (sample,) = call.samples
     assert sample.advantages is not None
@@ -81,13 +81,13 @@ def test_chunks_of_an_input_are_one_text() -> None:
     chunks = [tinker.types.EncodedTextChunk(tokens=[1, 2]), tinker.types.EncodedTextChunk(tokens=[3])]
     data = tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": [2, 3, 4]})
     call = samples.forward_call(body([data]))
-    assert isinstance(call, c.ForwardBackward)
+    assert isinstance(call, c.ForwardBackwardCall)
     assert call.samples[0].ids == (1, 2, 3, 4)
 
 
 def test_other_targets_than_the_next_tokens_become_labels() -> None:
     call = samples.forward_call(body([datum([5, 6], target_tokens=[9, 8])]))
-    assert isinstance(call, c.ForwardBackward)
+    assert isinstance(call, c.ForwardBackwardCall)
     (sample,) = call.samples
     assert sample.ids == (5, 6, 8)
     assert sample.labels is not None
@@ -97,7 +97,7 @@ def test_other_targets_than_the_next_tokens_become_labels() -> None:
 def test_several_targets_of_a_position() -> None:
     weights = np.array([[0.75, 0.25], [0.5, 0.5]], np.float32)
     call = samples.forward_call(body([datum([5, 6], target_tokens=np.array([[6, 9], [7, 8]]), weights=weights)]))
-    assert isinstance(call, c.ForwardBackward)
+    assert isinstance(call, c.ForwardBackwardCall)
     (sample,) = call.samples
     assert (call.width, sample.ids[:2], sample.targets) == (2, (5, 6), (1, 1, 2, 2))
     assert sample.labels is not None
@@ -109,7 +109,7 @@ def test_several_targets_of_a_position() -> None:
 def test_calls_survive_the_journal() -> None:
     call = samples.forward_call(body([datum([5, 6], target_tokens=[9, 8], weights=[0.25, 1.0])]))
     again = c.decode_call(c.encode(call))
-    assert isinstance(again, c.ForwardBackward)
+    assert isinstance(again, c.ForwardBackwardCall)
     (sample,) = again.samples
     assert (sample.ids, sample.targets) == ((5, 6, 8), (1, 2))
     assert sample.advantages is not None

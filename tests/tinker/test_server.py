@@ -105,7 +105,7 @@ def test_a_large_batch_arrives_in_parts(memory: ServedMemory, client: Any) -> No
     """The SDK sends the first part last, and joins the results."""
     training = client.create_lora_training_client(BASE, rank=4).result()
     output = training.forward_backward(data(1000) * 1000, "cross_entropy").result(120)
-    parts = [call for call in memory.service.submitted[-3:] if isinstance(call, c.ForwardBackward)]
+    parts = [call for call in memory.service.submitted[-3:] if isinstance(call, c.ForwardBackwardCall)]
     assert [call.seq for call in parts] == [2, 3, 1]
     assert sum(len(call.samples) for call in parts) == len(output.loss_fn_outputs) == 1000
     assert output.metrics["loss:sum"] == pytest.approx(1000 * 1000 * 1001 / 8)

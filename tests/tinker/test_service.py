@@ -51,7 +51,7 @@ def compared(results: list[Any]) -> list[Any]:
     out: list[Any] = []
     for result in results:
         match result:
-            case c.Scored():
+            case c.ForwardResult():
                 out.append((tuple(each.tobytes() for each in result.logprobs), result.metrics))
             case c.Sampled():
                 out.append(result.sequences)
@@ -122,12 +122,12 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(play: Callable
         named = await client.result(client.next(c.SaveWeights, name="kept"))
         model = service.models[client.model]
         assert list(model.folder.glob("state-*"))
-        late = await client.entry(client.next(c.OptimStep, adam=client.update().adam))
+        late = await client.entry(client.next(c.OptimStepCall, adam=client.update().adam))
         waits = await client.entry(client.update())  # the number between them is missing
         client.session.seen = 0.0
         while client.session.id in service.sessions or not model.unloaded:
             await asyncio.sleep(0.05)
-        assert isinstance(await server.outcome(late.id), c.Failed | c.Stepped)
+        assert isinstance(await server.outcome(late.id), c.CallFailed | c.Stepped)
         failed = await server.outcome(waits.id)
         assert "has ended" in failed.message
         while len(left := [p for p in model.folder.rglob("*") if p.is_dir() and p.parent.parent == model.folder]) > 1:
@@ -225,11 +225,11 @@ def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], N
             (client.gradient([5] * (context + 1)), "more than the context"),
             (client.next(c.LoadWeights, path="tinker://nobody/weights/x"), "there are no weights"),
             (client.next(c.SaveWeights, name="../up"), "is no name"),
-            (client.next(c.OptimStep, adam=Adam(lr=1e38)), "at most"),
-            (client.next(c.Refused, message="so says the wire"), "so says the wire"),
+            (client.next(c.OptimStepCall, adam=Adam(lr=1e38)), "at most"),
+            (client.next(c.RefusedCall, message="so says the wire"), "so says the wire"),
         ):
             failed = await client.result(call)
-            assert isinstance(failed, c.Failed)
+            assert isinstance(failed, c.CallFailed)
             assert why in failed.message
         sampler = (await service.create_sampler(ALICE, client.session.id, 5, base="tiny")).id
         for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
@@ -240,7 +240,7 @@ def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], N
             create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=c.LoraSpec(rank=rank))
             with pytest.raises(Refusal, match="rank"):
                 await service.submit(ALICE, create)
-        assert isinstance(await client.result(client.gradient(IDS[0])), c.Scored)
+        assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server.running.done()
 
     play(script)

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.tinker.store import FORMAT, Store
+from windfall.tinker.store import FORMAT, TinkerStore
 
 
 def test_a_write_that_was_awaited_is_there_after_a_restart(tmp_path: Path) -> None:
     async def write() -> None:
-        store = Store(tmp_path)
+        store = TinkerStore(tmp_path)
         first = store.write(store.put("counter", name="a", value=1), store.put("counter", name="b", value=2))
         await store.write(store.put("counter", name="a", value=3))
         assert first.done()
         # Not closed: as if the process had been killed.
 
     async def read() -> list[tuple[str, int]]:
-        store = Store(tmp_path)
+        store = TinkerStore(tmp_path)
         rows = [(row["name"], row["value"]) for row in store.rows("select * from counter order by name")]
         await store.close()
         return rows
@@ -30,7 +30,7 @@ def test_a_write_that_was_awaited_is_there_after_a_restart(tmp_path: Path) -> No
 
 def test_statements_that_fail_leave_nothing_and_end_the_store(tmp_path: Path) -> None:
     async def run() -> None:
-        store = Store(tmp_path)
+        store = TinkerStore(tmp_path)
         with pytest.raises(WindfallError, match="cannot be written"):
             await store.write(store.put("counter", name="a", value=1), ("insert into nowhere values (1)", ()))
         with pytest.raises(WindfallError, match="cannot be written"):  # it would be built on what was lost
@@ -43,7 +43,7 @@ def test_statements_that_fail_leave_nothing_and_end_the_store(tmp_path: Path) ->
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     async def start() -> None:
-        await Store(tmp_path).close()
+        await TinkerStore(tmp_path).close()
 
     asyncio.run(start())
     with sqlite3.connect(tmp_path / "tinker.sqlite") as connection:

@@ -35,7 +35,7 @@ EVENT = "tinker_bill"
 BUSY: tuple[Bucket, ...] = ("generating", "prefill_again")
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class AccountCost(msgspec.Struct, frozen=True, kw_only=True):
     """What one account has used, or what is idle."""
 
     usd: float = 0.0
@@ -43,18 +43,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     trainer_s: float = 0.0
     worker_s: float = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+    def __add__(self, other: AccountCost) -> AccountCost:
+        return AccountCost(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
-    def __sub__(self, other: Part) -> Part:
-        return Part(**{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__})
+    def __sub__(self, other: AccountCost) -> AccountCost:
+        return AccountCost(**{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__})
 
 
 class AccountBill:
     def __init__(self) -> None:
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, AccountCost] = {}
         """By account."""
-        self.idle = Part()
+        self.idle = AccountCost()
         self._before = Totals()
         """Of the controllers before this one."""
         self._totals = Totals()
@@ -68,12 +68,12 @@ class AccountBill:
             if event.get("bill"):
                 found._before += msgspec.convert(event["bill"], Totals)
             if event["name"] == EVENT:
-                found.parts = msgspec.convert(event["accounts"], dict[str, Part])
-        found.idle = found.total - sum(found.parts.values(), Part())
+                found.parts = msgspec.convert(event["accounts"], dict[str, AccountCost])
+        found.idle = found.total - sum(found.parts.values(), AccountCost())
         return found
 
     @property
-    def total(self) -> Part:
+    def total(self) -> AccountCost:
         """The bill of the run."""
         return _part(self._before) + _part(self._totals)
 
@@ -81,24 +81,24 @@ class AccountBill:
         """Split what this controller has billed since the last call. `totals`: all that it has billed. Since the last
         call, by account: `trainer_s`, the seconds in which the trainer worked for it; `work`, its tokens on workers."""
         before, self._totals = self._totals, totals
-        trainer, charged = _trainer(totals) - _trainer(before), Part()
+        trainer, charged = _trainer(totals) - _trainer(before), AccountCost()
         s, used_s = trainer.trainer_s, sum(trainer_s.values())
         for account, seconds in trainer_s.items():
             charged += self._add(account, trainer, seconds / max(s, used_s) if used_s else 0.0)
         busy, total = _busy(totals) - _busy(before), sum(work.values())
-        busy = busy if busy.worker_s > 0 else Part()  # time with work may turn out to be lost: it stays charged
+        busy = busy if busy.worker_s > 0 else AccountCost()  # time with work may turn out to be lost: it stays charged
         for account, tokens in work.items():
             charged += self._add(account, busy, tokens / total if total else 0.0)
         self.idle += _part(totals) - _part(before) - charged
 
-    def _add(self, account: str, cost: Part, share: float) -> Part:
+    def _add(self, account: str, cost: AccountCost, share: float) -> AccountCost:
         """Charge an account for a share of a cost."""
-        part = Part(usd=cost.usd * share, trainer_s=cost.trainer_s * share, worker_s=cost.worker_s * share)
-        self.parts[account] = self.parts.get(account, Part()) + part
+        part = AccountCost(usd=cost.usd * share, trainer_s=cost.trainer_s * share, worker_s=cost.worker_s * share)
+        self.parts[account] = self.parts.get(account, AccountCost()) + part
         return part
 
     def usd(self, account: str) -> float:
-        return self.parts.get(account, Part()).usd
+        return self.parts.get(account, AccountCost()).usd
 
     def check(self) -> None:
         """Raise AssertionError if the parts do not add up to the bill of the run."""
@@ -112,24 +112,24 @@ class AccountBill:
         return {"accounts": msgspec.to_builtins(self.parts), "idle": msgspec.to_builtins(self.idle)}
 
 
-def _trainer(totals: Totals) -> Part:
+def _trainer(totals: Totals) -> AccountCost:
     account = totals.holders.get("trainer", Account())
-    return Part(usd=account.total_usd, trainer_s=account.total_s)
+    return AccountCost(usd=account.total_usd, trainer_s=account.total_s)
 
 
 def _workers(totals: Totals) -> list[Account]:
     return [account for holder, account in totals.holders.items() if holder != "trainer"]
 
 
-def _busy(totals: Totals) -> Part:
+def _busy(totals: Totals) -> AccountCost:
     """The time of workers in which they had work."""
     found = _workers(totals)
     usd = sum(account.usd.get(bucket, 0.0) for account in found for bucket in BUSY)
-    return Part(usd=usd, worker_s=sum(account.seconds.get(bucket, 0.0) for account in found for bucket in BUSY))
+    return AccountCost(usd=usd, worker_s=sum(account.seconds.get(bucket, 0.0) for account in found for bucket in BUSY))
 
 
-def _part(totals: Totals) -> Part:
+def _part(totals: Totals) -> AccountCost:
     """All of a bill."""
     found = _workers(totals)
     usd, worker_s = sum(account.total_usd for account in found), sum(account.total_s for account in found)
-    return _trainer(totals) + Part(usd=usd, worker_s=worker_s)
+    return _trainer(totals) + AccountCost(usd=usd, worker_s=worker_s)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from windfall.tinker import calls as c
-from windfall.tinker.keys import Account
-from windfall.tinker.store import Statement, Store
+from windfall.tinker.keys import ApiAccount
+from windfall.tinker.store import Statement, TinkerStore
 
 KEPT_S = 600.0
 """Seconds for which a result is kept after it was retrieved."""
@@ -58,7 +58,7 @@ class Entry:
 
 
 class CallLog:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TinkerStore) -> None:
         self._store = store
         self._entries: dict[str, Entry] = {}
         self._open: Counter[str] = Counter()
@@ -93,7 +93,7 @@ class CallLog:
     def get(self, id: str) -> Entry | None:
         return self._entries.get(id)
 
-    def find(self, account: Account, id: str) -> Entry:
+    def find(self, account: ApiAccount, id: str) -> Entry:
         """A call of the account. Raises Refusal."""
         entry = self._entries.get(id)
         if entry is None or entry.account != account.name:
@@ -128,10 +128,10 @@ class CallLog:
         self._entries[entry.id] = entry
 
     async def done(
-        self, entry: Entry, result: c.Result | c.Failed, *statements: Statement, repeated: bool = False
+        self, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement, repeated: bool = False
     ) -> None:
         """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
-        entry.result, entry.failed = c.encode(result), isinstance(result, c.Failed)
+        entry.result, entry.failed = c.encode(result), isinstance(result, c.CallFailed)
         entry.size = len(entry.result)
         entry.done = self._last_done = max(time.time(), self._last_done + 2e-6)  # so that cursors differ
         body = "body" if repeated else "null"
@@ -145,7 +145,7 @@ class CallLog:
             self._completed[_key(entry)].append(entry)
             self._news[_key(entry)].set()
 
-    async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.Failed | None:
+    async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.CallFailed | None:
         """What came of a call; waits for it for at most `wait_s`. None: nothing yet."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -157,7 +157,7 @@ class CallLog:
             result = row["result"]
         return c.decode_failed(result) if entry.failed else c.Done(result=c.decode_result(result), size=entry.size)
 
-    def retrieved(self, account: Account, ids: Iterable[str]) -> None:
+    def retrieved(self, account: ApiAccount, ids: Iterable[str]) -> None:
         """The client has these results."""
         for id in ids:
             entry = self._entries.get(id)

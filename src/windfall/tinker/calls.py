@@ -3,14 +3,14 @@
 A *call* is a request that takes time. The service journals it, answers with an id at once, and performs it later: its
 *outcome* can be asked for with that id, also after a restart of the server.
 
-    call                              result          performed
-    CreateModel, UnloadModel          ModelReady      in the order of arrival
-    Forward, ForwardBackward          Scored          in the order of `seq` of the model
-    OptimStep                         Stepped         "
-    SaveWeights, SaveForSampler       WeightsSaved    "
-    LoadWeights                       ModelReady      "
-    Refused                           (fails)         "
-    SampleCall                        Sampled         together with others
+    call                               result          performed
+    CreateModel, UnloadModel           ModelReady      in the order of arrival
+    ForwardCall, ForwardBackwardCall   ForwardResult   in the order of `seq` of the model
+    OptimStepCall                      Stepped         "
+    SaveWeights, SaveForSampler        WeightsSaved    "
+    LoadWeights                        ModelReady      "
+    RefusedCall                        (fails)         "
+    SampleCall                         Sampled         together with others
 
 A call that is made again with the same model or sampler and the same `seq` gets the id of the first one.
 """
@@ -49,7 +49,14 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The common base."""
+    """The common base of calls and results."""
+
+
+class ModelCallBase(CallBase, frozen=True):
+    """A call of a model, in the order of `seq`."""
+
+    model: str
+    seq: Number
 
 
 class CreateModel(CallBase, frozen=True):
@@ -71,35 +78,28 @@ class UnloadModel(CallBase, frozen=True):
     model: str
 
 
-class Forward(CallBase, frozen=True):
-    model: str
-    seq: Number
+class LossCall(ModelCallBase, frozen=True):
     samples: tuple[Sample, ...]
     loss: Loss
     width: int = 0
     """Targets of each position: they stand together, and log-probs are a matrix. 0: one, and they are a list."""
 
 
-class ForwardBackward(CallBase, frozen=True):
-    model: str
-    seq: Number
-    samples: tuple[Sample, ...]
-    loss: Loss
-    width: int = 0
-    """Targets of each position: they stand together, and log-probs are a matrix. 0: one, and they are a list."""
+class ForwardCall(LossCall, frozen=True):
+    """Compute log-probs and loss."""
 
 
-class OptimStep(CallBase, frozen=True):
-    model: str
-    seq: Number
+class ForwardBackwardCall(LossCall, frozen=True):
+    """The same, and add the gradient."""
+
+
+class OptimStepCall(ModelCallBase, frozen=True):
     adam: Adam
 
 
-class SaveWeights(CallBase, frozen=True):
+class SaveWeights(ModelCallBase, frozen=True):
     """Save a checkpoint to continue from, with the state of the optimizer."""
 
-    model: str
-    seq: Number
     name: str
     ttl_s: float | None = None
     """Seconds after which it is deleted. None: never."""
@@ -108,11 +108,9 @@ class SaveWeights(CallBase, frozen=True):
     metadata: Metadata = {}
 
 
-class SaveForSampler(CallBase, frozen=True):
+class SaveForSampler(ModelCallBase, frozen=True):
     """Save weights to sample from."""
 
-    model: str
-    seq: Number
     name: str = ""
     """Empty: they exist as long as the sampler that is made with them."""
     sampler_seq: int | None = None
@@ -123,19 +121,15 @@ class SaveForSampler(CallBase, frozen=True):
     metadata: Metadata = {}
 
 
-class LoadWeights(CallBase, frozen=True):
-    model: str
-    seq: Number
+class LoadWeights(ModelCallBase, frozen=True):
     path: str
     optimizer: bool = False
 
 
-class Refused(CallBase, frozen=True):
+class RefusedCall(ModelCallBase, frozen=True):
     """A call that the wire refuses: it fails with this message in its turn. The SDK does not repeat its number, so the
     calls after it would wait for it."""
 
-    model: str
-    seq: Number
     message: str
 
 
@@ -159,7 +153,7 @@ class SampleCall(CallBase, frozen=True):
     prompt_top_k: int = 0
 
 
-ModelCall = Forward | ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Refused
+ModelCall = ForwardCall | ForwardBackwardCall | OptimStepCall | SaveWeights | SaveForSampler | LoadWeights | RefusedCall
 Call = CreateModel | UnloadModel | ModelCall | SampleCall
 
 
@@ -169,7 +163,7 @@ class ModelReady(CallBase, frozen=True):
     """The weights that were loaded."""
 
 
-class Scored(CallBase, frozen=True):
+class ForwardResult(CallBase, frozen=True):
     logprobs: tuple[np.ndarray, ...]
     """Of each sample: the log-prob of each of its targets (float64)."""
     metrics: dict[str, float]
@@ -203,7 +197,7 @@ class Sampled(CallBase, frozen=True):
     prompt_top_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
-Result = ModelReady | Scored | Stepped | WeightsSaved | Sampled
+Result = ModelReady | ForwardResult | Stepped | WeightsSaved | Sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +214,7 @@ class Done:
     """Bytes of the result."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
+class CallFailed(msgspec.Struct, frozen=True, kw_only=True):
     """The call was refused or failed; it changed nothing."""
 
     message: str
@@ -228,7 +222,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     """The caller can correct it."""
 
 
-Outcome = Pending | Done | Failed
+Outcome = Pending | Done | CallFailed
 
 
 class Refusal(Exception):
@@ -256,4 +250,4 @@ def _decode_array(kind: type, value: Any) -> np.ndarray:
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_array).decode
 decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_hook=_decode_array).decode
-decode_failed: Callable[[bytes], Failed] = msgspec.msgpack.Decoder(Failed).decode
+decode_failed: Callable[[bytes], CallFailed] = msgspec.msgpack.Decoder(CallFailed).decode

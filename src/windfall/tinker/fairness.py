@@ -64,11 +64,11 @@ class Queues(Generic[T]):
 
 
 @dataclass(eq=False)
-class Turn:
+class TrainerTurn:
     """The time in which an account has the trainer."""
 
     account: str
-    _end: Callable[[Turn], None]
+    _end: Callable[[TrainerTurn], None]
     counted_s: float = 0.0
     """Until when its seconds are counted (monotonic clock)."""
 
@@ -79,17 +79,17 @@ class Turn:
 
 class TrainerTurns:
     def __init__(self) -> None:
-        self._queues = Queues[Turn]()
-        self._turn: Turn | None = None
+        self._queues = Queues[TrainerTurn]()
+        self._turn: TrainerTurn | None = None
         self._recent: dict[str, tuple[float, float]] = {}
         """By account: seconds used of late, and when that was computed."""
         self._used: dict[str, float] = {}
         """Seconds by account since `take`."""
 
     @contextlib.asynccontextmanager
-    async def turn(self, account: str) -> AsyncIterator[Turn]:
+    async def turn(self, account: str) -> AsyncIterator[TrainerTurn]:
         """Have the trainer, until the turn is ended or this is left."""
-        turn = Turn(account, self._ended)
+        turn = TrainerTurn(account, self._ended)
         try:
             if self._turn is None:
                 self._begin(turn)
@@ -99,10 +99,10 @@ class TrainerTurns:
         finally:
             turn.end()
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: TrainerTurn) -> None:
         self._turn, turn.counted_s = turn, time.monotonic()
 
-    def _ended(self, turn: Turn) -> None:
+    def _ended(self, turn: TrainerTurn) -> None:
         if self._turn is not turn:  # it has ended before, or never began
             return
         self._count()

@@ -43,7 +43,7 @@ class AccountTable(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class ApiAccount:
     name: str
     key: str
     models: int = 0
@@ -55,7 +55,7 @@ class Account:
 
 
 class Keys:
-    def __init__(self, accounts: Mapping[str, Account], file: Path | None = None) -> None:
+    def __init__(self, accounts: Mapping[str, ApiAccount], file: Path | None = None) -> None:
         """`file`: from which they come."""
         self._accounts, self._file = dict(accounts), file
         self._read: tuple[int, ...] | None = ()
@@ -79,7 +79,7 @@ class Keys:
         self._accounts = _accounts(self._file)
         return True
 
-    def account(self, key: str) -> Account:
+    def account(self, key: str) -> ApiAccount:
         """Who has this key. Raises Refusal."""
         sent = key.encode(errors="replace")
         found = [a for a in self._accounts.values() if hmac.compare_digest(a.key.encode(), sent)]  # always all of them
@@ -87,18 +87,18 @@ class Keys:
             return found[0]
         raise Refusal(401, "this API key is not one of the server's. Set TINKER_API_KEY to the key that it printed.")
 
-    def check_models(self, account: Account, models: int) -> None:
+    def check_models(self, account: ApiAccount, models: int) -> None:
         self._check_usd(account)
         if account.models and models >= account.models:
             what = f"account {account.name} has {models} models, which is its limit"
             raise Refusal(429, f"{what}. Unload one, or end its session.")
 
-    def check_calls(self, account: Account) -> None:
+    def check_calls(self, account: ApiAccount) -> None:
         self._check_usd(account)
         if account.calls and (count := self.open_calls(account.name)) >= account.calls:
             raise Refusal(429, f"account {account.name} has {count} calls without a result, which is its limit")
 
-    def _check_usd(self, account: Account) -> None:
+    def _check_usd(self, account: ApiAccount) -> None:
         usd = self.usd(account.name)
         if account.max_usd and usd >= account.max_usd:
             what = f"account {account.name} has used ${usd:,.2f}, and its limit is ${account.max_usd:,.2f}"
@@ -124,7 +124,7 @@ class Keys:
 def load(file: Path | None, folder: Path) -> Keys:
     """The accounts of a file, or the only one, whose key is in the folder of the run."""
     if file is None:
-        return Keys({ONLY: Account(name=ONLY, key=make_key(folder))})
+        return Keys({ONLY: ApiAccount(name=ONLY, key=make_key(folder))})
     found = Keys({}, file)
     found.read_again()
     return found
@@ -139,7 +139,7 @@ def _state(file: Path | None) -> tuple[int, ...] | None:
     return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _accounts(file: Path) -> dict[str, Account]:
+def _accounts(file: Path) -> dict[str, ApiAccount]:
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -152,9 +152,9 @@ def _accounts(file: Path) -> dict[str, Account]:
     return accounts
 
 
-def _account(name: str, table: Any, file: Path) -> Account:
+def _account(name: str, table: Any, file: Path) -> ApiAccount:
     try:
-        return Account(name=name, **AccountTable.model_validate(table).model_dump())
+        return ApiAccount(name=name, **AccountTable.model_validate(table).model_dump())
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, (name, *first["loc"])))

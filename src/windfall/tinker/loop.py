@@ -23,14 +23,14 @@ from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK
 from windfall.recipe.sections import Recipe
 from windfall.tinker import keys
+from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.bill import AccountBill
 from windfall.tinker.calls import LoraSpec
 from windfall.tinker.command import BASE
 from windfall.tinker.report import ServerReport
-from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.sampler import FleetSampler
-from windfall.tinker.service import Terms, TinkerService
-from windfall.tinker.store import Store
+from windfall.tinker.service import ServerTerms, TinkerService
+from windfall.tinker.store import TinkerStore
 from windfall.tinker.wire.server import TinkerServer
 from windfall.training import AdapterSpec, CheckpointState
 
@@ -87,7 +87,7 @@ class TinkerLoop:
             self._connect,
             lambda why: life.events.instant("trainer_lost", step=0, why=why),
         )
-        self._store = store = Store(self.folder)
+        self._store = store = TinkerStore(self.folder)
         try:
             train, sample = TrainSlots(trainers, self._train), SampleSlots(trainers, self._sample, self._load)
             self._version = self._read_version(store)
@@ -116,10 +116,10 @@ class TinkerLoop:
         self._life.policies[BASE].announce()
         return {name: policy.hello for name, policy in self._life.policies.items()}
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> ServerTerms:
         config = json.loads(self._life.policies[BASE].hello.engine.model_config)
         limits = [self.recipe.rollout.max_tokens, config.get("max_position_embeddings")]
-        return Terms(
+        return ServerTerms(
             base=self.section.name or self.recipe.model.path,
             tokenizer=model if isinstance(model := resolve(self.recipe.model.path), str) else str(self._tokenizer()),
             context=min(limit for limit in limits if limit),
@@ -160,7 +160,7 @@ class TinkerLoop:
         offer = Offer(version=published.version, digest=published.digest)
         self._life.dispatch.set_offer(offer, policy.trainer.weights, policy=slot)
 
-    def _read_version(self, store: Store) -> int:
+    def _read_version(self, store: TinkerStore) -> int:
         return next((row["value"] for row in store.rows("select value from counter where name = 'version'")), 0)
 
     def _port(self) -> int:

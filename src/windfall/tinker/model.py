@@ -25,24 +25,24 @@ from windfall.training import AdapterSpec, Gradient, Report
 SAVE_S = 60.0
 """Seconds of the trainer's work after which a checkpoint is written with the next update."""
 
-Changing = c.ForwardBackward | c.OptimStep | c.LoadWeights
+Changing = c.ForwardBackwardCall | c.OptimStepCall | c.LoadWeights
 """Calls that change what the trainer has of a model."""
 
 
-class Journal(Protocol):
+class ModelRecords(Protocol):
     """What a model needs of the service."""
 
     def checkpoint_folder(self, path: str) -> Path:
         """The folder of saved weights. Raises WindfallError if there are none."""
         ...
 
-    async def saved(self, model: Model) -> None:
+    async def saved(self, model: TrainedModel) -> None:
         """`saved_seq` and `checkpoint` have changed; write that down, and that the calls before need not be kept."""
         ...
 
 
 @dataclass(kw_only=True, eq=False)
-class Model:
+class TrainedModel:
     id: str
     account: str
     session: str
@@ -53,7 +53,7 @@ class Model:
     created: float
     folder: Path
     """Where everything of the model is saved."""
-    journal: Journal
+    journal: ModelRecords
     saved_seq: int = 0
     """Its last checkpoint covers the calls up to this one."""
     checkpoint: Path | None = None
@@ -83,7 +83,7 @@ class Model:
     _work_s: float = 0.0
     """Seconds of the trainer's work since then."""
 
-    # room.Tenant
+    # adapter_slots.SlotUser
 
     async def enter(self, trainer: RemoteTrainer) -> None:
         if self.checkpoint is None:
@@ -104,17 +104,17 @@ class Model:
     async def perform(self, trainer: RemoteTrainer, call: c.ModelCall) -> c.Result:
         """Perform a call in the slot that holds the model. Raises WindfallError if it cannot be performed."""
         match call:
-            case c.Forward():
+            case c.ForwardCall():
                 scored = await trainer.forward(call.samples, call.loss, id=self._id(call))
                 logprobs = tuple(np.zeros(0) if s.old is None else s.old for s in scored)
                 pairs = zip(call.samples, logprobs, strict=True)
                 loss = sum(call.loss.value(s.tokens(logp)) for s, logp in pairs)
-                return c.Scored(logprobs=logprobs, metrics={"loss:sum": loss}, width=call.width)
-            case c.ForwardBackward():
+                return c.ForwardResult(logprobs=logprobs, metrics={"loss:sum": loss}, width=call.width)
+            case c.ForwardBackwardCall():
                 done = await self._change(trainer, call)
                 assert isinstance(done, Gradient)
-                return c.Scored(logprobs=done.logprobs, metrics={"loss:sum": done.loss}, width=call.width)
-            case c.OptimStep():
+                return c.ForwardResult(logprobs=done.logprobs, metrics={"loss:sum": done.loss}, width=call.width)
+            case c.OptimStepCall():
                 report = await self._change(trainer, call)
                 assert isinstance(report, Report)
                 return c.Stepped(metrics=_metrics(report))
@@ -123,7 +123,7 @@ class Model:
                     await self._change(trainer, call)
                     await self._save_state(trainer)  # the weights that were loaded may be deleted before a restart
                 return c.ModelReady(model=self.id, path=call.path)
-            case c.SaveWeights() | c.SaveForSampler() | c.Refused():
+            case c.SaveWeights() | c.SaveForSampler() | c.RefusedCall():
                 raise AssertionError("the service does these")
 
     async def settle(self, trainer: RemoteTrainer, updates: int) -> None:
@@ -142,9 +142,9 @@ class Model:
         began = time.monotonic()
         done: Gradient | Report | None = None
         match call:
-            case c.ForwardBackward():
+            case c.ForwardBackwardCall():
                 done = await trainer.forward_backward(call.samples, call.loss, id=self._id(call))
-            case c.OptimStep():
+            case c.OptimStepCall():
                 done = await trainer.optim_step(adam=call.adam, id=self._id(call))
                 self._changed_seq, self._updates = call.seq, self._updates + 1
             case c.LoadWeights():

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from windfall.tinker import calls as c
-from windfall.tinker.store import Statement, Store
+from windfall.tinker.store import Statement, TinkerStore
 
 
 @dataclass(kw_only=True, eq=False)
-class Session:
+class TinkerSession:
     id: str
     account: str
     created: float
@@ -24,14 +24,14 @@ class Session:
     ended: float | None = None
 
     def row(self) -> Statement:
-        return Store.put(
+        return TinkerStore.put(
             "session", id=self.id, account=self.account, created=self.created, seen=self.seen, ended=self.ended,
             info=json.dumps(self.info),
         )  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)
-class Checkpoint:
+class NamedWeights:
     """Weights that a client has saved under a name."""
 
     path: str
@@ -47,14 +47,14 @@ class Checkpoint:
     metadata: c.Metadata = field(default_factory=dict)
 
     def row(self) -> Statement:
-        return Store.put(
+        return TinkerStore.put(
             "checkpoint", path=self.path, account=self.account, model=self.model, kind=self.kind, created=self.created,
             expires=self.expires, bytes=self.bytes, public=int(self.public), folder=str(self.folder),
             info=json.dumps(self.metadata),
         )  # fmt: skip
 
     @classmethod
-    def read(cls, row: Mapping[str, Any]) -> Checkpoint:
+    def read(cls, row: Mapping[str, Any]) -> NamedWeights:
         fields = {key: value for key, value in row.items() if key != "info"}
         fields |= {"folder": Path(row["folder"]), "public": bool(row["public"])}
         return cls(**fields, metadata=json.loads(row["info"]))
@@ -85,7 +85,7 @@ class Sampler:
 
     def row(self) -> Statement:
         weights = {"key": self.key, "folder": str(self.folder or ""), "path": self.path, "base": self.base}
-        return Store.put(
+        return TinkerStore.put(
             "sampler", id=self.id, account=self.account, session=self.session, created=self.created,
             weights=json.dumps(weights), clones=self.clones,
         )  # fmt: skip

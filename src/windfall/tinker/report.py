@@ -10,7 +10,7 @@ from typing import Any
 from windfall.controller.assembly import ControllerLife
 from windfall.errors import WindfallError
 from windfall.tinker.bill import EVENT
-from windfall.tinker.model import Model
+from windfall.tinker.model import TrainedModel
 from windfall.tinker.sampler import FleetSampler
 from windfall.tinker.service import TinkerService
 
@@ -79,7 +79,7 @@ class ServerReport:
             **{rate: (now[name] - before[name]) / s for name, rate in RATES.items()},
         }  # fmt: skip
 
-    def _model(self, m: Model) -> dict[str, Any]:
+    def _model(self, m: TrainedModel) -> dict[str, Any]:
         return {
             "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.slot_of(m),
             "calls": m.next_seq - 1, "waiting": len(m.waiting),

@@ -38,15 +38,15 @@ from msgspec.structs import asdict
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.tinker.bill import AccountBill, Part
+from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.bill import AccountBill, AccountCost
 from windfall.tinker.call_log import CallLog, Entry
-from windfall.tinker.fairness import TrainerTurns, Turn
-from windfall.tinker.keys import Account, Keys
-from windfall.tinker.model import Changing, Model
-from windfall.tinker.records import Checkpoint, Sampler, Session
-from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.fairness import TrainerTurn, TrainerTurns
+from windfall.tinker.keys import ApiAccount, Keys
+from windfall.tinker.model import Changing, TrainedModel
+from windfall.tinker.records import NamedWeights, Sampler, TinkerSession
 from windfall.tinker.sampler import FleetSampler
-from windfall.tinker.store import Statement, Store
+from windfall.tinker.store import Statement, TinkerStore
 from windfall.training import AdapterSpec, Sample, TrainerFailed, TrainerLost
 
 MAX_SETTING = 1e6
@@ -63,7 +63,7 @@ LOSSES = 8
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
-class Terms:
+class ServerTerms:
     """What the server offers."""
 
     base: str
@@ -81,10 +81,10 @@ class Terms:
 
 
 class TinkerService:
-    """Implements model.Journal."""
+    """Implements model.ModelRecords."""
 
     def __init__(
-        self, folder: Path, store: Store, keys: Keys, terms: Terms, trainers: Trainers, train: TrainSlots,
+        self, folder: Path, store: TinkerStore, keys: Keys, terms: ServerTerms, trainers: Trainers, train: TrainSlots,
         sample: SampleSlots, sampler: FleetSampler, *, base_policy: str, save_updates: int, log: Callable[..., None],
         progress: Callable[[int], None] = lambda calls: None,
     ) -> None:  # fmt: skip
@@ -99,9 +99,9 @@ class TinkerService:
         keys.open_calls = self._calls.open_calls
         self.turns, self.bill = TrainerTurns(), AccountBill()
         keys.usd = lambda account: self.bill.usd(account)
-        self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
-        self.checkpoints: dict[str, Checkpoint] = {}
+        self.sessions: dict[str, TinkerSession] = {}
+        self.models: dict[str, TrainedModel] = {}
+        self.checkpoints: dict[str, NamedWeights] = {}
         self.samplers: dict[str, Sampler] = {}
         self._live: dict[str, Path] = {}
         """By model: its newest live weights."""
@@ -115,8 +115,8 @@ class TinkerService:
         now, rows = time.time(), self._store.rows
         self.keys.restore({row["name"]: json.loads(row["usage"]) for row in rows("select * from account")})
         for row in rows("select * from session where ended is null"):
-            self.sessions[row["id"]] = Session(**{**row, "seen": now, "info": json.loads(row["info"])})
-        self.checkpoints = {row["path"]: Checkpoint.read(row) for row in rows("select * from checkpoint")}
+            self.sessions[row["id"]] = TinkerSession(**{**row, "seen": now, "info": json.loads(row["info"])})
+        self.checkpoints = {row["path"]: NamedWeights.read(row) for row in rows("select * from checkpoint")}
         for row in rows("select * from model"):
             self._restore_model(row)
         for row in rows("select * from sampler"):
@@ -139,7 +139,7 @@ class TinkerService:
     def _restore_model(self, row: Mapping[str, Any]) -> None:
         spec = json.loads(row["spec"])
         lora = c.LoraSpec(**spec["lora"])
-        self.models[row["id"]] = Model(
+        self.models[row["id"]] = TrainedModel(
             id=row["id"], account=row["account"], session=row["session"], base=spec["base"], spec=lora,
             adapter=self.terms.adapter(lora), created=row["created"], folder=self._folder_of(row["id"]),
             journal=self, saved_seq=row["saved_seq"], checkpoint=Path(row["folder"]) if row["folder"] else None,
@@ -190,28 +190,28 @@ class TinkerService:
 
     # accounts and sessions
 
-    def account(self, key: str) -> Account:
+    def account(self, key: str) -> ApiAccount:
         """Who has this key. Raises Refusal."""
         return self.keys.account(key)
 
-    def usage(self, account: Account) -> dict[str, float]:
+    def usage(self, account: ApiAccount) -> dict[str, float]:
         """What an account has used so far."""
-        part = self.bill.parts.get(account.name, Part())
+        part = self.bill.parts.get(account.name, AccountCost())
         return {**self.keys.usage(account.name), **asdict(part), "max_usd": account.max_usd}
 
     async def create_session(
-        self, account: Account, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None, sdk: str = "",
-        name: str = "",
-    ) -> Session:  # fmt: skip
+        self, account: ApiAccount, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None,
+        sdk: str = "", name: str = "",
+    ) -> TinkerSession:  # fmt: skip
         now = time.time()
         info = {"tags": list(tags), "metadata": dict(metadata or {}), "sdk": sdk, "name": name}
-        session = Session(id=str(uuid.uuid4()), account=account.name, created=now, seen=now, info=info)
+        session = TinkerSession(id=str(uuid.uuid4()), account=account.name, created=now, seen=now, info=info)
         self.sessions[session.id] = session
         await self._store.write(session.row())
         self._log("tinker_session", session=session.id, account=account.name, sdk=sdk)
         return session
 
-    def session(self, account: Account, id: str) -> Session:
+    def session(self, account: ApiAccount, id: str) -> TinkerSession:
         """A session of the account. Raises Refusal; 410 if it has ended."""
         session = self.sessions.get(id)
         if session is None or session.account != account.name:
@@ -221,14 +221,14 @@ class TinkerService:
             raise c.Refusal(404, f"there is no session {id!r}. Create a new client.")
         return session
 
-    def sessions_of(self, account: Account) -> list[Session]:
+    def sessions_of(self, account: ApiAccount) -> list[TinkerSession]:
         """Those that have not ended, newest first."""
         return sorted((s for s in self.sessions.values() if s.account == account.name), key=lambda s: -s.created)
 
-    def heartbeat(self, account: Account, id: str) -> None:
+    def heartbeat(self, account: ApiAccount, id: str) -> None:
         self.session(account, id).seen = time.time()
 
-    async def end_session(self, session: Session) -> None:
+    async def end_session(self, session: TinkerSession) -> None:
         """Free what the session holds. Its named weights stay."""
         if self.sessions.pop(session.id, None) is None:
             return
@@ -266,21 +266,21 @@ class TinkerService:
 
     # models
 
-    def model(self, account: Account, id: str) -> Model:
+    def model(self, account: ApiAccount, id: str) -> TrainedModel:
         model = self.models.get(id)
         if model is None or model.account != account.name:
             raise c.Refusal(404, f"there is no model {id!r}")
         return model
 
-    def slot_of(self, model: Model) -> str:
+    def slot_of(self, model: TrainedModel) -> str:
         """The slot of the trainer that holds a model; "" if none does."""
         return self._train.slot_of(model)
 
-    def models_of(self, account: Account) -> list[Model]:
+    def models_of(self, account: ApiAccount) -> list[TrainedModel]:
         """Newest first."""
         return sorted((m for m in self.models.values() if m.account == account.name), key=lambda m: -m.created)
 
-    def _new_model(self, account: Account, call: c.CreateModel) -> Entry:
+    def _new_model(self, account: ApiAccount, call: c.CreateModel) -> Entry:
         """The call, or the one that was made before. Raises Refusal."""
         session = self.session(account, call.session)
         entry = Entry(
@@ -296,7 +296,7 @@ class TinkerService:
         self._make_model(account.name, session.id, call)
         return entry
 
-    def _make_model(self, account: str, session: str, call: c.CreateModel) -> tuple[Model, Checkpoint | None]:
+    def _make_model(self, account: str, session: str, call: c.CreateModel) -> tuple[TrainedModel, NamedWeights | None]:
         """The model that a call asks for, and the weights that it starts with. Raises Refusal."""
         lora, source = call.lora, None
         if call.path:
@@ -315,7 +315,7 @@ class TinkerService:
         except WindfallError as e:
             raise c.Refusal(400, str(e)) from e
         id, now = model_id(call), time.time()
-        model = Model(
+        model = TrainedModel(
             id=id, account=account, session=session, base=self.terms.base, spec=lora, adapter=adapter, created=now,
             folder=self._folder_of(id), journal=self, metadata=call.metadata, optimizer=call.optimizer, seen=now,
         )  # fmt: skip
@@ -327,7 +327,7 @@ class TinkerService:
         if base != self.terms.base:
             raise c.Refusal(400, f"the base model {base!r} is not served here; this server has {self.terms.base!r}")
 
-    async def _unload(self, model: Model, why: str) -> None:
+    async def _unload(self, model: TrainedModel, why: str) -> None:
         """Take it out of its slot. Its named weights stay. `why`: for its calls that were not performed."""
         if model.unloaded:
             return
@@ -348,33 +348,33 @@ class TinkerService:
 
     # saved weights
 
-    def weights(self, account: Account, path: str) -> Checkpoint:
+    def weights(self, account: ApiAccount, path: str) -> NamedWeights:
         """Saved weights that the account may read. Raises Refusal."""
         return self._weights(account.name, path)
 
-    def _weights(self, account: str, path: str) -> Checkpoint:
+    def _weights(self, account: str, path: str) -> NamedWeights:
         found = self.checkpoints.get(path)
         if found is None or (found.account != account and not found.public):
             raise c.Refusal(404, f"there are no weights {path!r}")
         return found
 
-    def checkpoints_of(self, account: Account, model: str = "") -> list[Checkpoint]:
+    def checkpoints_of(self, account: ApiAccount, model: str = "") -> list[NamedWeights]:
         """Newest first."""
         mine = (p for p in self.checkpoints.values() if p.account == account.name and model in ("", p.model))
         return sorted(mine, key=lambda p: -p.created)
 
-    def _own(self, account: Account, path: str) -> Checkpoint:
+    def _own(self, account: ApiAccount, path: str) -> NamedWeights:
         found = self.weights(account, path)
         if found.account != account.name:
             raise c.Refusal(403, f"{path} belongs to another account")
         return found
 
-    async def delete(self, account: Account, path: str) -> None:
+    async def delete(self, account: ApiAccount, path: str) -> None:
         await self._remove(self._own(account, path))
 
     async def change(
-        self, account: Account, path: str, *, expires_s: float | bool | None = False, public: bool | None = None
-    ) -> Checkpoint:
+        self, account: ApiAccount, path: str, *, expires_s: float | bool | None = False, public: bool | None = None
+    ) -> NamedWeights:
         """Change when weights are deleted (`expires_s` from now; None: never), or whether other accounts may read
         them."""
         found = self._own(account, path)
@@ -384,7 +384,7 @@ class TinkerService:
         await self._store.write(found.row())
         return found
 
-    async def copy(self, account: Account, path: str, *, expires_s: float | None, key: str) -> Checkpoint:
+    async def copy(self, account: ApiAccount, path: str, *, expires_s: float | None, key: str) -> NamedWeights:
         """A copy of weights for the account, in a model of its own that cannot be trained. The same key is the same
         copy."""
         source, now = self.weights(account, path), time.time()
@@ -397,7 +397,7 @@ class TinkerService:
             await asyncio.to_thread(_link_tree, source.folder, folder)
         except WindfallError as e:
             raise c.Refusal(400, str(e)) from e
-        model = Model(
+        model = TrainedModel(
             id=id, account=account.name, session="", base=of.base, spec=of.spec, adapter=of.adapter, created=now,
             folder=self._folder_of(id), journal=self, unloaded=True, seen=now,
         )  # fmt: skip
@@ -409,7 +409,7 @@ class TinkerService:
         await self._store.write(self._model_row(model), copy.row())
         return copy
 
-    async def _remove(self, found: Checkpoint) -> None:
+    async def _remove(self, found: NamedWeights) -> None:
         self.checkpoints.pop(found.path, None)
         await self._store.write(("delete from checkpoint where path = ?", (found.path,)))
         await self._discard({found.folder})
@@ -424,7 +424,7 @@ class TinkerService:
         used |= {m.checkpoint for m in self.models.values() if not m.unloaded}
         return [folder for folder in folders if folder not in used]
 
-    # model.Journal
+    # model.ModelRecords
 
     def checkpoint_folder(self, path: str) -> Path:
         found = self.checkpoints.get(path)
@@ -432,13 +432,13 @@ class TinkerService:
             raise WindfallError("there are no such weights", where=path, fix="They were deleted, or never saved.")
         return found.folder
 
-    async def saved(self, model: Model) -> None:
+    async def saved(self, model: TrainedModel) -> None:
         await self._store.write(self._model_row(model), _forget_bodies(model.id, model.saved_seq))
 
     # samplers
 
     async def create_sampler(
-        self, account: Account, session_id: str, seq: int, *, path: str = "", base: str = ""
+        self, account: ApiAccount, session_id: str, seq: int, *, path: str = "", base: str = ""
     ) -> Sampler:
         """A sampling session for saved weights or for the base. The same number is the same one."""
         session = self.session(account, session_id)
@@ -455,7 +455,7 @@ class TinkerService:
         await self._store.write(sampler.row())
         return sampler
 
-    def sampler(self, account: Account, id: str) -> Sampler:
+    def sampler(self, account: ApiAccount, id: str) -> Sampler:
         """Raises Refusal; 410 if its session has ended."""
         found = self.samplers.get(id)
         if found is None or found.account != account.name:
@@ -464,7 +464,7 @@ class TinkerService:
             raise c.Refusal(404, f"there is no sampling session {id!r}. {kept}; save others with a name.")
         return found
 
-    async def join_sampler(self, account: Account, id: str) -> int:
+    async def join_sampler(self, account: ApiAccount, id: str) -> int:
         """The number of a new clone of a sampler's client: its calls have numbers of their own."""
         found = self.sampler(account, id)
         found.clones += 1
@@ -474,7 +474,7 @@ class TinkerService:
 
     # calls
 
-    async def submit(self, account: Account, call: c.Call) -> Entry:
+    async def submit(self, account: ApiAccount, call: c.Call) -> Entry:
         """Accept a call, or find the one that was made before with its number. Raises Refusal."""
         match call:
             case c.CreateModel():
@@ -492,12 +492,12 @@ class TinkerService:
             await asyncio.shield(entry.written)
         return entry
 
-    def _new_unload(self, account: Account, call: c.UnloadModel) -> Entry:
+    def _new_unload(self, account: ApiAccount, call: c.UnloadModel) -> Entry:
         model = self.model(account, call.model)
         entry = Entry(id=f"{model.id}/unload", account=account.name, model=model.id, call=call, created=time.time())
         return self._calls.get(entry.id) or entry
 
-    def _new_sample(self, account: Account, call: c.SampleCall) -> Entry:
+    def _new_sample(self, account: ApiAccount, call: c.SampleCall) -> Entry:
         sampler = self.sampler(account, call.sampler)
         id = request_id(sampler.id, call.seq)
         if (found := self._calls.get(id)) is not None:
@@ -508,7 +508,7 @@ class TinkerService:
         sampler.used = time.time()
         return Entry(id=id, account=account.name, sampler=sampler.id, seq=call.seq, call=call, created=sampler.used)
 
-    def _new_model_call(self, account: Account, call: c.ModelCall) -> Entry:
+    def _new_model_call(self, account: ApiAccount, call: c.ModelCall) -> Entry:
         model = self.model(account, call.model)
         id = request_id(model.id, call.seq)
         if (found := self._calls.get(id)) is not None:
@@ -519,11 +519,11 @@ class TinkerService:
             raise c.Refusal(410, f"call {call.seq} of model {model.id} was performed long ago; its result is gone")
         self.keys.check_calls(account)
         if why := self._why_not(account, call):  # it keeps its place: the calls after it are for their turn
-            call = c.Refused(model=call.model, seq=call.seq, message=why)
+            call = c.RefusedCall(model=call.model, seq=call.seq, message=why)
         model.seen = time.time()
         return Entry(id=id, account=account.name, model=model.id, seq=call.seq, call=call, created=model.seen)
 
-    def _why_not(self, account: Account, call: c.ModelCall) -> str:
+    def _why_not(self, account: ApiAccount, call: c.ModelCall) -> str:
         """Why a call of a model will fail; "" if it is not known to."""
         match call:
             case c.LoadWeights():
@@ -535,14 +535,14 @@ class TinkerService:
                     return f"{call.path} has no state of the optimizer: it was saved for sampling"
             case c.SaveWeights() | c.SaveForSampler() if not _is_name(call.name, call):
                 return f"{call.name!r} is no name for weights: use letters, digits, '.', '_' and '-'"
-            case c.OptimStep(adam=adam):
+            case c.OptimStepCall(adam=adam):
                 settings = (adam.lr, adam.eps, adam.weight_decay, adam.clip_norm)
                 if not all(0 <= each <= MAX_SETTING for each in settings):  # a NaN fails every comparison
                     names = "learning_rate, eps, weight_decay and grad_clip_norm"
                     return f"adam_params: {names} are at least 0 and at most {MAX_SETTING:g}"
                 if not all(0 <= beta < 1 for beta in adam.betas):
                     return "adam_params: beta1 and beta2 are from 0 to below 1"
-            case c.Forward() | c.ForwardBackward():
+            case c.LossCall():
                 return next(filter(None, (self._wrong(n, sample) for n, sample in enumerate(call.samples))), "")
         return ""
 
@@ -559,7 +559,7 @@ class TinkerService:
         largest = max(max(sample.ids), 0 if sample.labels is None else int(sample.labels.max(initial=0)))
         return f"data[{number}]: token {largest} is not one of the model's {known}" if largest >= known else ""
 
-    async def outcome(self, account: Account, id: str, wait_s: float) -> c.Outcome:
+    async def outcome(self, account: ApiAccount, id: str, wait_s: float) -> c.Outcome:
         """What came of a call; waits for it for at most `wait_s`."""
         entry = self._calls.find(account, id)
         return await self._calls.outcome(entry, wait_s) or self._pending(entry)
@@ -572,17 +572,17 @@ class TinkerService:
             return c.Pending(why="the trainer is starting", state="paused_capacity")
         return c.Pending(why=entry.why, state="paused_capacity" if entry.why else "active")
 
-    def retrieved(self, account: Account, ids: Sequence[str]) -> None:
+    def retrieved(self, account: ApiAccount, ids: Sequence[str]) -> None:
         """The client has these results."""
         self._calls.retrieved(account, ids)
 
     async def completions(
-        self, account: Account, sampler: str, clone: int, cursor: int, wait_s: float
+        self, account: ApiAccount, sampler: str, clone: int, cursor: int, wait_s: float
     ) -> tuple[int, list[Entry]]:
         """Calls of a sampler that have had a result since the cursor, and the next cursor."""
         return await self._calls.completions(self.sampler(account, sampler).id, clone, cursor, wait_s)
 
-    async def cancel(self, account: Account, id: str) -> None:
+    async def cancel(self, account: ApiAccount, id: str) -> None:
         """Stop sampling for a call that nobody waits for. Other calls are performed all the same."""
         entry = self._calls.get(id)
         if entry is not None and entry.account == account.name and entry.sampler:
@@ -594,7 +594,7 @@ class TinkerService:
         for entry in entries:
             if entry.task is not None:
                 entry.task.cancel()
-        await asyncio.gather(*(self._done(entry, c.Failed(message=why)) for entry in entries))
+        await asyncio.gather(*(self._done(entry, c.CallFailed(message=why)) for entry in entries))
 
     # performing calls
 
@@ -622,7 +622,7 @@ class TinkerService:
                 if model.task is None or model.task.done():
                     model.task = self._start(self._run_model(model))
 
-    async def _run_create(self, entry: Entry, model: Model, source: Checkpoint | None) -> None:
+    async def _run_create(self, entry: Entry, model: TrainedModel, source: NamedWeights | None) -> None:
         try:
             if source is not None and model.checkpoint is not None:
                 await asyncio.to_thread(_link_tree, source.folder, model.checkpoint)
@@ -631,7 +631,7 @@ class TinkerService:
             model.unloaded = True
             model.ready.set()
             await self._fail(list(model.waiting.values()), f"model {model.id} could not be created")
-            await self._done(entry, c.Failed(message=str(e)))
+            await self._done(entry, c.CallFailed(message=str(e)))
             return
         path = source.path if source is not None else ""
         await self._done(entry, c.ModelReady(model=model.id, path=path), self._model_row(model))
@@ -643,7 +643,7 @@ class TinkerService:
             await self._unload(model, "the model was unloaded before the call was performed")
         await self._done(entry, c.ModelReady(model=entry.model))
 
-    async def _run_model(self, model: Model) -> None:
+    async def _run_model(self, model: TrainedModel) -> None:
         """Perform the calls of a model whose turn it is."""
         await model.ready.wait()
         while not model.unloaded and (entry := model.waiting.get(model.next_seq)) is not None:
@@ -661,51 +661,53 @@ class TinkerService:
                             model.busy = False
                 except WindfallError as e:  # the model could not be loaded, or not be saved: its slot is empty now
                     if entry.done is None:
-                        await self._finish(model, entry, c.Failed(message=str(e), user=False))
+                        await self._finish(model, entry, c.CallFailed(message=str(e), user=False))
                 except TrainerLost as e:
                     if entry.done is None and (why := attempts.exhausted(e)):
-                        await self._finish(model, entry, c.Failed(message=why, user=False))
+                        await self._finish(model, entry, c.CallFailed(message=why, user=False))
                     await self._trainers.lost(e)
 
-    async def _perform(self, model: Model, trainer: RemoteTrainer, turn: Turn, entry: Entry) -> None:
+    async def _perform(self, model: TrainedModel, trainer: RemoteTrainer, turn: TrainerTurn, entry: Entry) -> None:
         """Perform one call, end the turn, and write down the result. Raises TrainerLost."""
         call, trained = entry.call, 0
         statements, replaced = list[Statement](), set[Path]()
         try:
             match call:
-                case c.Refused():
+                case c.RefusedCall():
                     raise WindfallError(call.message)
                 case c.SaveWeights() | c.SaveForSampler():
                     result, statements, replaced = await self._save(model, trainer, call)
-                case c.Forward() | c.ForwardBackward():
+                case c.LossCall():
                     trained = sum(len(sample.ids) for sample in call.samples)
                     result = await model.perform(trainer, call)
-                case c.OptimStep() | c.LoadWeights():
+                case c.OptimStepCall() | c.LoadWeights():
                     result = await model.perform(trainer, call)
                 case _:
                     raise AssertionError(f"no call of a model: {entry.id}")
         except WindfallError as e:
             turn.end()
-            if not isinstance(call, c.Refused):
+            if not isinstance(call, c.RefusedCall):
                 self._train.drop(model)  # what it changed is not known, and without memory the slot is empty
-            await self._finish(model, entry, c.Failed(message=str(e)))
+            await self._finish(model, entry, c.CallFailed(message=str(e)))
             return
         turn.end()
         self.keys.count(model.account, trained_tokens=trained)
         await self._finish(model, entry, result, *statements)
         await self._discard(replaced)
 
-    async def _finish(self, model: Model, entry: Entry, result: c.Result | c.Failed, *statements: Statement) -> None:
+    async def _finish(
+        self, model: TrainedModel, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement
+    ) -> None:
         model.next_seq = entry.seq + 1
         model.waiting.pop(entry.seq, None)
-        failed = isinstance(result, c.Failed)
+        failed = isinstance(result, c.CallFailed)
         repeated = isinstance(entry.call, Changing) and not failed and entry.seq > model.saved_seq
         if repeated:
             model.since.append(entry)
         await self._done(entry, result, self._model_row(model), *statements, repeated=repeated)
 
     async def _save(
-        self, model: Model, trainer: RemoteTrainer, call: c.SaveWeights | c.SaveForSampler
+        self, model: TrainedModel, trainer: RemoteTrainer, call: c.SaveWeights | c.SaveForSampler
     ) -> tuple[c.WeightsSaved, list[Statement], set[Path]]:
         """Save weights. Returns the result, what to write down, and folders that were replaced."""
         training = isinstance(call, c.SaveWeights)
@@ -718,7 +720,7 @@ class TinkerService:
         await model.save(trainer, folder, optimizer=training)
         size, now = await asyncio.to_thread(_size, folder), time.time()
         if call.name:
-            found = Checkpoint(
+            found = NamedWeights(
                 path=path, account=model.account, model=model.id, kind=kind, created=now, folder=folder, bytes=size,
                 expires=None if call.ttl_s is None else now + call.ttl_s, metadata=call.metadata,
             )  # fmt: skip
@@ -752,10 +754,10 @@ class TinkerService:
                 await self._trainers.ready()
                 result = await self._sampled(sampler, entry, call)
             except WindfallError as e:
-                await self._done(entry, c.Failed(message=str(e)))
+                await self._done(entry, c.CallFailed(message=str(e)))
             except TrainerLost as e:
                 if why := attempts.exhausted(e):
-                    await self._done(entry, c.Failed(message=why, user=False))
+                    await self._done(entry, c.CallFailed(message=why, user=False))
                 await self._trainers.lost(e)
             else:
                 tokens = sum(len(sequence.tokens) for sequence in result.sequences)
@@ -793,7 +795,7 @@ class TinkerService:
         )
 
     async def _done(
-        self, entry: Entry, result: c.Result | c.Failed, *statements: Statement, repeated: bool = False
+        self, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement, repeated: bool = False
     ) -> None:
         self.keys.count(entry.account, calls=1)
         usage = json.dumps(self.keys.usage(entry.account))
@@ -827,7 +829,7 @@ class TinkerService:
         model = self.models.get(entry.model)
         return model is None or model.unloaded
 
-    def _model_row(self, m: Model) -> Statement:
+    def _model_row(self, m: TrainedModel) -> Statement:
         lora = {name: getattr(m.spec, name) for name in m.spec.__struct_fields__}
         spec = {"lora": lora, "base": m.base, "metadata": m.metadata, "optimizer": m.optimizer}
         return self._store.put(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Slot:
+class AdapterSlot:
     name: str
     key: str = ""
     """The adapter that it holds, or is given to; "" if it is empty."""
@@ -33,10 +33,10 @@ class Slots:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._slots = [Slot(name) for name in names]
+        self._slots = [AdapterSlot(name) for name in names]
         self._clock = 0
 
-    def take(self, key: str) -> Slot | None:
+    def take(self, key: str) -> AdapterSlot | None:
         """Use the adapter in a slot. None: every slot is in use by another one. Every `take` needs a `release`."""
         slot = self.holding(key)
         if slot is None:
@@ -53,7 +53,7 @@ class Slots:
         assert slot is not None and slot.users, f"{key} is in no slot"
         slot.users -= 1
 
-    def holding(self, key: str) -> Slot | None:
+    def holding(self, key: str) -> AdapterSlot | None:
         return next((slot for slot in self._slots if slot.key == key), None)
 
     def forget(self, key: str) -> None:

@@ -58,7 +58,7 @@ class _Batch:
     done: asyncio.Future[None]
 
 
-class Store:
+class TinkerStore:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ class Store:
     def put(table: str, **values: Any) -> Statement:
         """Insert or replace a row.
 
-        >>> Store.put("counter", name="version", value=3)
+        >>> TinkerStore.put("counter", name="version", value=3)
         ('insert or replace into counter (name, value) values (?, ?)', ('version', 3))
         """
         names, marks = ", ".join(values), ", ".join("?" * len(values))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windfall.tinker.calls import Failed, ModelReady, Pending, Result, Sampled, Scored, Stepped, WeightsSaved
+from windfall.tinker.calls import CallFailed, ForwardResult, ModelReady, Pending, Result, Sampled, Stepped, WeightsSaved
 from windfall.tinker.wire import messages
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
@@ -22,7 +22,7 @@ def of(result: Result) -> bytes | dict[str, Any]:
     {'model_id': 's:train:0'}
     """
     match result:
-        case Scored():
+        case ForwardResult():
             return _scored(result)
         case Sampled():
             return _sampled(result)
@@ -34,7 +34,7 @@ def of(result: Result) -> bytes | dict[str, Any]:
             return {"path": result.path} | ({"sampling_session_id": result.sampler} if result.sampler else {})
 
 
-def failed(outcome: Failed) -> dict[str, Any]:
+def failed(outcome: CallFailed) -> dict[str, Any]:
     return {"error": outcome.message, "category": "user" if outcome.user else "server"}
 
 
@@ -52,7 +52,7 @@ def sequence_ids(request: str, count: int) -> list[str]:
     return [f"{request}/{n}" for n in range(count)]
 
 
-def _scored(result: Scored) -> bytes:
+def _scored(result: ForwardResult) -> bytes:
     logprobs = [np.asarray(values, "<f4") for values in result.logprobs]
     ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
     data = b"".join(values.tobytes() for values in logprobs)

@@ -40,7 +40,7 @@ class SessionBody(Struct):
     session_id: Name
 
 
-class Lora(Struct):
+class LoraFields(Struct):
     rank: Annotated[int, Meta(ge=1)]
     seed: int | None = None
     train_unembed: bool = True
@@ -53,7 +53,7 @@ class CreateModelBody(Struct):
     model_seq_id: Natural
     base_model: Name
     user_metadata: Metadata | None = None
-    lora_config: Lora | None = None
+    lora_config: LoraFields | None = None
     optimizer_config: dict[str, Any] | None = None
 
 

@@ -10,8 +10,8 @@ from windfall.tinker.calls import LoraSpec, Refusal
 from windfall.tinker.wire.fields import SearchBody
 
 if TYPE_CHECKING:
-    from windfall.tinker.model import Model
-    from windfall.tinker.records import Checkpoint, Session
+    from windfall.tinker.model import TrainedModel
+    from windfall.tinker.records import NamedWeights, TinkerSession
 
 PARTS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path that says what kind of weights these are, and the kind."""
@@ -37,7 +37,7 @@ def path_of(model: str, part: str, name: str) -> str:
     return f"tinker://{model}/{part}/{name}"
 
 
-def checkpoint(found: Checkpoint) -> dict[str, Any]:
+def checkpoint(found: NamedWeights) -> dict[str, Any]:
     return {
         "checkpoint_id": found.path.removeprefix("tinker://").partition("/")[2],
         "checkpoint_type": found.kind,
@@ -50,7 +50,7 @@ def checkpoint(found: Checkpoint) -> dict[str, Any]:
     }
 
 
-def training_run(model: Model, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+def training_run(model: TrainedModel, saved: Sequence[NamedWeights]) -> dict[str, Any]:
     """`saved`: the weights of the model, newest first."""
     newest = {kind: next((p for p in saved if p.kind == kind), None) for kind in PARTS.values()}
     last = {kind: None if found is None else checkpoint(found) for kind, found in newest.items()}
@@ -74,13 +74,13 @@ def weights(base: str, spec: LoraSpec) -> dict[str, Any]:
     return {"base_model": base, "is_lora": True, "lora_rank": spec.rank} | layers
 
 
-def storage(account: str, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+def storage(account: str, saved: Sequence[NamedWeights]) -> dict[str, Any]:
     """How much the saved weights of an account occupy."""
     size = sum(found.bytes for found in saved)
     return {"user_name": account, "checkpoint_count": len(saved), "size_bytes": size, "size_gigabytes": size / 1e9}
 
 
-def session(found: Session, checkpoints: int) -> dict[str, Any]:
+def session(found: TinkerSession, checkpoints: int) -> dict[str, Any]:
     """A session that is open, as a search finds it."""
     return {
         "session_id": found.id,
@@ -94,7 +94,7 @@ def session(found: Session, checkpoints: int) -> dict[str, Any]:
     }
 
 
-def matches(found: Session, search: SearchBody) -> bool:
+def matches(found: TinkerSession, search: SearchBody) -> bool:
     """Whether a search is for this session, which is open."""
     metadata, name = found.info.get("metadata", {}), str(found.info.get("name") or "").lower()
     words = (search.display_name or "").lower().split()

@@ -1,7 +1,7 @@
 """The requests of windfall's own client (client.py): calls as they are (calls.py), in msgpack.
 
     POST /windfall/call              a call                       {"request": id, "model": id}
-    GET  /windfall/outcome/{id}      waits for its outcome        204 (not yet), or a result or Failed in msgpack
+    GET  /windfall/outcome/{id}      waits for its outcome        204 (not yet), or a result or CallFailed in msgpack
     POST /windfall/sampler           {session, seq, path}         {"sampler": id}; an empty path is the base
     GET  /windfall/about                                          {"base", "context", "rank"}
     GET  /windfall/usage                                          what the account has used: usd, tokens, seconds
@@ -21,15 +21,15 @@ from windfall.tinker import calls as c
 from windfall.tinker.wire import fields as f
 
 if TYPE_CHECKING:
-    from windfall.tinker.keys import Account
+    from windfall.tinker.keys import ApiAccount
     from windfall.tinker.service import TinkerService
 
 MSGPACK = "application/msgpack"
 FAILED = "windfall-failed"
-"""Header of a result that is a Failed."""
+"""Header of a result that is a CallFailed."""
 
 
-class SamplerBody(msgspec.Struct):
+class NewSampler(msgspec.Struct):
     session: str
     seq: int
     path: str = ""
@@ -39,7 +39,7 @@ class NativeRequests:
     def __init__(self, service: TinkerService, *, wait_s: float) -> None:
         self._service, self._wait_s = service, wait_s
 
-    def routes(self) -> dict[str, Callable[[Account, web.Request, bytes], Awaitable[Any]]]:
+    def routes(self) -> dict[str, Callable[[ApiAccount, web.Request, bytes], Awaitable[Any]]]:
         return {
             "POST /windfall/call": self._call,
             "GET /windfall/outcome/{request:.+}": self._outcome,
@@ -48,7 +48,7 @@ class NativeRequests:
             "GET /windfall/usage": self._usage,
         }
 
-    async def _call(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _call(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         try:
             call = c.decode_call(body)
         except (msgspec.MsgspecError, ValueError) as e:
@@ -56,27 +56,27 @@ class NativeRequests:
         entry = await self._service.submit(account, call)
         return {"request": entry.id, "model": entry.model}
 
-    async def _outcome(self, account: Account, request: web.Request, body: bytes) -> web.Response:
+    async def _outcome(self, account: ApiAccount, request: web.Request, body: bytes) -> web.Response:
         id = request.match_info["request"]
         match await self._service.outcome(account, id, self._wait_s):
             case c.Pending():
                 return web.Response(status=204)
-            case c.Failed() as failed:
+            case c.CallFailed() as failed:
                 self._service.retrieved(account, [id])
                 return web.Response(body=c.encode(failed), content_type=MSGPACK, headers={FAILED: "1"})
             case c.Done(result=result):
                 self._service.retrieved(account, [id])
                 return web.Response(body=c.encode(result), content_type=MSGPACK)
 
-    async def _sampler(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
-        asked = f.read(body, SamplerBody)
+    async def _sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
+        asked = f.read(body, NewSampler)
         base = "" if asked.path else self._service.terms.base
         found = await self._service.create_sampler(account, asked.session, asked.seq, path=asked.path, base=base)
         return {"sampler": found.id}
 
-    async def _about(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _about(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         terms = self._service.terms
         return {"base": terms.base, "context": terms.context, "rank": terms.rank}
 
-    async def _usage(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _usage(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return self._service.usage(account)

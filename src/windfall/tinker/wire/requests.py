@@ -1,6 +1,6 @@
 """From the JSON bodies of requests to calls of the service. What cannot be honored is refused in words.
 
-A call of a model that is refused still takes its place in the order of the calls of the model (calls.Refused).
+A call of a model that is refused still takes its place in the order of the calls of the model (calls.RefusedCall).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]
     except Refusal as e:
         model, seq = body.get("model_id"), body.get("seq_id")
         if isinstance(model, str) and model and isinstance(seq, int) and seq >= 1:
-            return c.Refused(model=model, seq=seq, message=str(e))
+            return c.RefusedCall(model=model, seq=seq, message=str(e))
         raise
 
 
@@ -77,7 +77,7 @@ def unload_model(body: dict[str, Any]) -> c.UnloadModel:
     return c.UnloadModel(model=f.convert(body, f.ModelBody).model_id)
 
 
-def optim_step(body: dict[str, Any]) -> c.OptimStep:
+def optim_step(body: dict[str, Any]) -> c.OptimStepCall:
     fields = f.convert(body, f.OptimStepBody)
     if fields.optimizer_params is not None or fields.adam_params is None:
         kind = str((fields.optimizer_params or {}).get("type", "without adam_params"))
@@ -90,7 +90,7 @@ def optim_step(body: dict[str, Any]) -> c.OptimStep:
         weight_decay=adam.weight_decay,
         clip_norm=max(0.0, adam.grad_clip_norm),
     )
-    return c.OptimStep(model=fields.model_id, seq=fields.seq_id, adam=settings)
+    return c.OptimStepCall(model=fields.model_id, seq=fields.seq_id, adam=settings)
 
 
 def save_weights(body: dict[str, Any]) -> c.SaveWeights:

@@ -8,7 +8,7 @@ cross entropy, y_i may be several tokens, as many for each i: the sample has eac
 inputs of a loss have one number per target: `weights` of cross entropy, and `advantages` and `logprobs` (of the policy
 that sampled) of the others.
 
-What is refused here fails in its turn (calls.Refused): the SDK goes on with the next number.
+What is refused here fails in its turn (calls.RefusedCall): the SDK goes on with the next number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from windfall.algorithms.given import Loss, LossName
 from windfall.errors import nearest
-from windfall.tinker.calls import Forward, ForwardBackward, Refusal, Refused
+from windfall.tinker.calls import ForwardBackwardCall, ForwardCall, Refusal, RefusedCall
 from windfall.tinker.wire import messages
 from windfall.tinker.wire.fields import MAX_ECHO, only_text
 from windfall.training import Sample, given
@@ -48,7 +48,7 @@ _TYPES = {
 }
 
 
-def forward_call(data: bytes) -> Forward | ForwardBackward | Refused:
+def forward_call(data: bytes) -> ForwardCall | ForwardBackwardCall | RefusedCall:
     """The call in a body. Raises Refusal if it does not say whose call it is."""
     try:
         request = messages.read("ForwardBackwardRequest", data)
@@ -66,8 +66,8 @@ def forward_call(data: bytes) -> Forward | ForwardBackward | Refused:
             what = f"data: {max(1, width)} and {max(1, others[0])} targets per position in one call"
             raise Refusal(400, f"{what}. Send them in calls of their own.")
     except Refusal as e:
-        return Refused(model=request.model_id, seq=request.seq_id, message=str(e))
-    kind = Forward if request.forward_only else ForwardBackward
+        return RefusedCall(model=request.model_id, seq=request.seq_id, message=str(e))
+    kind = ForwardCall if request.forward_only else ForwardBackwardCall
     return kind(model=request.model_id, seq=request.seq_id, samples=samples, loss=loss, width=width)
 
 

@@ -1,13 +1,13 @@
 """The HTTP server of the Tinker API, for the SDKs 0.35 to 0.38 (docs/tinker.md).
 
-    SDK ──request──▶ key ──▶ body (intake.py) ──▶ call or question ──▶ TinkerService
+    SDK ──request──▶ key ──▶ body (bodies.py) ──▶ call or question ──▶ TinkerService
         ◀─an id────                                                         │
         ──retrieve_future, again and again──▶ waits up to WAIT_S ◀──outcome─┘
 
 Every request needs the key of an account (X-API-Key, or Authorization: Bearer), except for /healthz. An error is
 {"detail": words}. The SDK shows it to its user, except for 408, 409, 429 and 5xx, after which it sends the request
 again: so these are only for what may be different later. What a model's call does wrong is not an error of its request
-(calls.Refused).
+(calls.RefusedCall).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
 from windfall.tinker.wire import answers, listings, messages, requests, samples
 from windfall.tinker.wire import fields as f
-from windfall.tinker.wire.intake import MAX_BODY_BYTES, Intake, zstd
+from windfall.tinker.wire.bodies import MAX_BODY_BYTES, BodyReader, zstd
 from windfall.tinker.wire.native import NativeRequests
 
 if TYPE_CHECKING:
     from windfall.tinker.call_log import Entry
-    from windfall.tinker.keys import Account
+    from windfall.tinker.keys import ApiAccount
     from windfall.tinker.service import TinkerService
 
 API = "/api/v1"
@@ -62,13 +62,13 @@ REFUSED = {
     "GET /training_runs/{model}/checkpoints/{part}/{name}/archive": "weights are folders on the disk of this server",
 }
 """Requests that the SDK can make and this server does not support, and why."""
-Handler = Callable[["Account", web.Request, bytes], Awaitable[Any]]
+Handler = Callable[["ApiAccount", web.Request, bytes], Awaitable[Any]]
 _LOG = logging.getLogger(__name__)
 
 
 class TinkerServer:
-    def __init__(self, service: TinkerService, *, wait_s: float = WAIT_S, intake: Intake | None = None) -> None:
-        self._service, self._wait_s, self._intake = service, wait_s, intake or Intake()
+    def __init__(self, service: TinkerService, *, wait_s: float = WAIT_S, bodies: BodyReader | None = None) -> None:
+        self._service, self._wait_s, self._bodies = service, wait_s, bodies or BodyReader()
         self._thread = ThreadPoolExecutor(1, "tinker bodies")
         """Reads large bodies, so that they do not hold up the event loop."""
         self._listener: Listener | None = None
@@ -157,11 +157,11 @@ class TinkerServer:
 
     async def _answer(self, handler: Handler, request: web.Request) -> web.StreamResponse:
         account = self._account(request)
-        async with self._intake.receive(request, account.name) as body:
+        async with self._bodies.receive(request, account.name) as body:
             answer = await handler(account, request, body)
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
-    def _account(self, request: web.Request) -> Account:
+    def _account(self, request: web.Request) -> ApiAccount:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         account = self._service.account(request.headers.get("X-API-Key") or bearer)
@@ -171,7 +171,7 @@ class TinkerServer:
 
     # the client
 
-    async def _config(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _config(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return {
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
@@ -182,24 +182,24 @@ class TinkerServer:
             "custom_loss_server_side": False,
         }
 
-    async def _dynamic_config(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _dynamic_config(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return {"sample_cancel_enabled": True}
 
-    async def _telemetry(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _telemetry(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         """What the SDK says of itself and of its user's errors is dropped."""
         return {"status": "accepted"}
 
-    async def _capabilities(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _capabilities(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         terms = self._service.terms
         model = {"model_name": terms.base, "max_context_length": terms.context, "trainable": True, "sampleable": True}
         return {"supported_models": [model]}
 
-    async def _key(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _key(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return {"key_id": 0, "name": account.name, "note": "", "details": {}}
 
     # sessions
 
-    async def _create_session(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _create_session(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         fields = f.read(body, f.CreateSession)
         session = await self._service.create_session(
             account,
@@ -213,15 +213,15 @@ class TinkerServer:
             answer["warning_message"] = "This server has no projects: project_id has no effect."
         return answer
 
-    async def _heartbeat(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _heartbeat(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         self._service.heartbeat(account, f.read(body, f.SessionBody).session_id)
         return {"type": "session_heartbeat"}
 
-    async def _sessions(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _sessions(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         found, _ = listings.page(self._service.sessions_of(account), request.query, limit=20)
         return {"sessions": [session.id for session in found]}
 
-    async def _search(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _search(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         search = f.read(body, f.SearchBody)
         if search.project_ids or (search.owner or {}).get("type", "own") == "user":
             raise Refusal(400, "sessions are searched by session_id, display_name, user_metadata and status only")
@@ -241,10 +241,10 @@ class TinkerServer:
             answer["next_cursor"] = {"last_created_at": listings.when(last.created), "last_session_id": last.id}
         return answer
 
-    def _models_of(self, account: Account, session: str) -> list[str]:
+    def _models_of(self, account: ApiAccount, session: str) -> list[str]:
         return [model.id for model in self._service.models_of(account) if model.session == session]
 
-    async def _session(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _session(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         session = self._service.session(account, request.match_info["session"])
         samplers = [sampler.id for sampler in self._service.samplers.values() if sampler.session == session.id]
         return {
@@ -254,7 +254,7 @@ class TinkerServer:
             "display_name": session.info.get("name") or None,
         }
 
-    async def _finish(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _finish(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         f.read(body, f.FinishBody)
         try:
             await self._service.end_session(self._service.session(account, request.match_info["session"]))
@@ -266,26 +266,26 @@ class TinkerServer:
     # calls
 
     async def _submit(
-        self, convert: Callable[[dict[str, Any]], c.Call], account: Account, request: web.Request, body: bytes
+        self, convert: Callable[[dict[str, Any]], c.Call], account: ApiAccount, request: web.Request, body: bytes
     ) -> dict[str, Any]:
         return await self._accept(account, requests.model_call(f.read_object(body), convert))
 
-    async def _accept(self, account: Account, call: c.Call) -> dict[str, Any]:
+    async def _accept(self, account: ApiAccount, call: c.Call) -> dict[str, Any]:
         entry = await self._service.submit(account, call)
         return {"request_id": entry.id} | ({"model_id": entry.model} if entry.model else {})
 
-    async def _forward_backward(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _forward_backward(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         if (kind := request.content_type) != PROTOBUF:
             raise Refusal(415, f"the content type {kind[:100]!r} is not supported here. Use an SDK from 0.35 on.")
         loop = asyncio.get_running_loop()
         return await self._accept(account, await loop.run_in_executor(self._thread, samples.forward_call, body))
 
-    async def _sample(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _sample(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         call = requests.sample(f.read_object(body))
         answer = await self._accept(account, call)
         return answer | {"sample_sequence_ids": answers.sequence_ids(answer["request_id"], call.n)}
 
-    async def _retrieve(self, account: Account, request: web.Request, body: bytes) -> web.Response:
+    async def _retrieve(self, account: ApiAccount, request: web.Request, body: bytes) -> web.Response:
         fields = f.read(body, f.RetrieveBody)
         outcome = await self._service.outcome(account, fields.request_id, self._wait_s)
         if isinstance(outcome, c.Pending):
@@ -294,14 +294,14 @@ class TinkerServer:
             size = {"response_payload_size": outcome.size}
             return web.json_response({"status": "complete_metadata", "request_id": fields.request_id} | size)
         self._service.retrieved(account, [fields.request_id])
-        if isinstance(outcome, c.Failed):
+        if isinstance(outcome, c.CallFailed):
             return web.json_response(answers.failed(outcome))
         answer = answers.of(outcome.result)
         if isinstance(answer, bytes):
             return web.Response(body=answer, content_type=PROTOBUF)
         return web.json_response(answer)
 
-    async def _retrieve_many(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _retrieve_many(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         fields = f.read(body, f.RetrieveManyBody)
         target = fields.target
         if target.type != "sampling_session":
@@ -313,13 +313,13 @@ class TinkerServer:
         )
         return {"cursor": cursor, "completions": [_completion(entry) for entry in found]}
 
-    async def _cancel(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _cancel(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         await self._service.cancel(account, f.read(body, f.RequestBody).request_id)
         return {}
 
     # samplers
 
-    async def _create_sampler(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _create_sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         fields = f.read(body, f.CreateSampler)
         if not fields.model_path and not fields.base_model:
             raise Refusal(400, "expected model_path or base_model")
@@ -332,28 +332,28 @@ class TinkerServer:
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
-    async def _join_sampler(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _join_sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         number = await self._service.join_sampler(account, f.read(body, f.SamplerBody).sampling_session_id)
         return {"type": "join_sampling_session", "client_counter": number}
 
-    async def _sampler(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         sampler = self._service.sampler(account, request.match_info["sampler"])
         return {"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None}
 
     # models and their weights
 
-    async def _info(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _info(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         model = self._service.model(account, f.read(body, f.ModelBody).model_id)
         data = {"model_name": model.base, "tokenizer_id": self._service.terms.tokenizer}
         lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": model.base}
         return {"type": "get_info", "model_id": model.id, "model_data": data} | lora
 
-    async def _weights_info(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _weights_info(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         found = self._service.weights(account, f.read(body, f.PathBody).tinker_path)
         model = self._service.models[found.model]
         return listings.weights(model.base, model.spec)
 
-    async def _copy(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _copy(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         """The copy is the account's, whatever project it is for."""
         fields = f.read(body, f.CopyWeightsBody)
         requests.check_token(fields.weights_access_token or request.headers.get("X-Tinker-Weights-Access-Token"))
@@ -362,41 +362,41 @@ class TinkerServer:
         copy = await self._service.copy(account, fields.source_path, expires_s=expires_s, key=key)
         return {"tinker_path": copy.path}
 
-    async def _training_runs(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _training_runs(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
         found, cursor = listings.page(self._service.models_of(account), request.query, limit=20)
         return {"training_runs": [self._run(account, model.id) for model in found], "cursor": cursor}
 
-    async def _training_run(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _training_run(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return self._run(account, request.match_info["model"])
 
-    def _run(self, account: Account, id: str) -> dict[str, Any]:
+    def _run(self, account: ApiAccount, id: str) -> dict[str, Any]:
         return listings.training_run(self._service.model(account, id), self._service.checkpoints_of(account, id))
 
-    async def _checkpoints_of_model(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _checkpoints_of_model(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         model = self._service.model(account, request.match_info["model"])
         found = self._service.checkpoints_of(account, model.id)
         return {"checkpoints": [listings.checkpoint(p) for p in found]}
 
-    async def _checkpoints(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _checkpoints(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
         found, cursor = listings.page(self._service.checkpoints_of(account), request.query, limit=100)
         return {"checkpoints": [listings.checkpoint(p) for p in found], "cursor": cursor}
 
-    async def _storage(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _storage(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
         return {"data": [listings.storage(account.name, self._service.checkpoints_of(account))]}
 
-    async def _delete(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _delete(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         await self._service.delete(account, _path(request))
         return {}
 
-    async def _set_ttl(self, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _set_ttl(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         ttl_s = f.read(body, f.TtlBody).ttl_seconds
         await self._service.change(account, _path(request), expires_s=None if ttl_s is None else float(ttl_s))
         return {}
 
-    async def _publish(self, public: bool, account: Account, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _publish(self, public: bool, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         await self._service.change(account, _path(request), public=public)
         return {}
 

@@ -40,7 +40,7 @@ def zstd() -> Any:
     return zstd
 
 
-class Intake:
+class BodyReader:
     def __init__(self, *, body_bytes: int = MAX_BODY_BYTES, read_s: float = READ_S) -> None:
         self._body_bytes, self._read_s = body_bytes, read_s
         self._bytes: Counter[str] = Counter()

@@ -9,8 +9,8 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from windfall.tinker.calls import Refusal
-from windfall.tinker.wire import intake
-from windfall.tinker.wire.intake import Intake
+from windfall.tinker.wire import bodies
+from windfall.tinker.wire.bodies import BodyReader
 
 
 class Sent:
@@ -30,39 +30,39 @@ class Sent:
         return self._data
 
 
-async def received(own: Intake, request: Any) -> bytes:
+async def received(own: BodyReader, request: Any) -> bytes:
     async with own.receive(request, "alice") as body:
         return body
 
 
-def status(own: Intake, request: Any) -> int:
+def status(own: BodyReader, request: Any) -> int:
     with pytest.raises(Refusal) as caught:
         asyncio.run(received(own, request))
     return caught.value.status
 
 
 def test_a_compressed_body_is_decompressed_up_to_the_limit() -> None:
-    zstd = intake.zstd() or pytest.skip("backports.zstd is not installed")
+    zstd = bodies.zstd() or pytest.skip("backports.zstd is not installed")
     plain = bytes(range(256)) * 64
     packed = zstd.compress(plain)
-    assert asyncio.run(received(Intake(body_bytes=1 << 20), Sent(packed, "zstd"))) == plain
-    assert status(Intake(body_bytes=1 << 10), Sent(packed, "zstd")) == 413
-    assert status(Intake(), Sent(packed[:-3], "zstd")) == 400
-    assert status(Intake(), Sent(plain, "zstd")) == 400
+    assert asyncio.run(received(BodyReader(body_bytes=1 << 20), Sent(packed, "zstd"))) == plain
+    assert status(BodyReader(body_bytes=1 << 10), Sent(packed, "zstd")) == 413
+    assert status(BodyReader(), Sent(packed[:-3], "zstd")) == 400
+    assert status(BodyReader(), Sent(plain, "zstd")) == 400
 
 
 def test_other_bodies_are_refused() -> None:
-    assert asyncio.run(received(Intake(), Sent(b"{}"))) == b"{}"
-    assert status(Intake(), Sent(b"{}", "gzip")) == 415
-    assert status(Intake(body_bytes=1), Sent(b"{}")) == 413
-    assert status(Intake(read_s=0.01), Sent(b"{}", never=True)) == 408
+    assert asyncio.run(received(BodyReader(), Sent(b"{}"))) == b"{}"
+    assert status(BodyReader(), Sent(b"{}", "gzip")) == 415
+    assert status(BodyReader(body_bytes=1), Sent(b"{}")) == 413
+    assert status(BodyReader(read_s=0.01), Sent(b"{}", never=True)) == 408
 
 
 def test_bodies_in_flight_have_a_limit_and_are_forgotten_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "ACCOUNT_BYTES", 5)
+    monkeypatch.setattr(bodies, "ACCOUNT_BYTES", 5)
 
     async def scenario() -> None:
-        own = Intake()
+        own = BodyReader()
         async with own.receive(Sent(b"abc"), "alice"):  # pyright: ignore[reportArgumentType]
             with pytest.raises(Refusal, match="try again later"):
                 await received(own, Sent(b"abc"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.tinker.room import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.training import TrainerLost
 
 

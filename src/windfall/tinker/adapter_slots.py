@@ -74,7 +74,7 @@ class Trainers:
                 await self.ready()
 
 
-class Tenant(Protocol):
+class SlotUser(Protocol):
     """A model, as its slot sees it."""
 
     @property
@@ -91,7 +91,7 @@ class Tenant(Protocol):
 class TrainSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str]) -> None:
         self._trainers, self._slots = trainers, Slots(names)
-        self._loaded: dict[str, Tenant] = {}
+        self._loaded: dict[str, SlotUser] = {}
         """By slot: whose adapter the trainer has there."""
         self._freed = asyncio.Condition()
         trainers.emptied.append(self._emptied)
@@ -104,51 +104,51 @@ class TrainSlots:
         """Whether another model would have to wait."""
         return all(slot.users for slot in self._slots)
 
-    def slot_of(self, tenant: Tenant) -> str:
+    def slot_of(self, user: SlotUser) -> str:
         """The slot that holds its adapter; "" if none does."""
-        return next((name for name, holder in self._loaded.items() if holder is tenant), "")
+        return next((name for name, holder in self._loaded.items() if holder is user), "")
 
     @contextlib.asynccontextmanager
-    async def hold(self, tenant: Tenant) -> AsyncIterator[RemoteTrainer]:
+    async def hold(self, user: SlotUser) -> AsyncIterator[RemoteTrainer]:
         """A slot with its adapter, for one call. Raises TrainerLost."""
         async with self._freed:
-            while (slot := self._slots.take(tenant.id)) is None:
+            while (slot := self._slots.take(user.id)) is None:
                 await self._freed.wait()
         try:
             trainer = self._trainers.trainers[slot.name]
-            if self._loaded.get(slot.name) is not tenant:
+            if self._loaded.get(slot.name) is not user:
                 before = self._loaded.get(slot.name)
                 if before is not None:
                     with contextlib.suppress(WindfallError):  # what is not saved is repeated when it enters again
                         await before.leave(trainer)
                     self._loaded.pop(slot.name, None)
-                await tenant.enter(trainer)
-                self._loaded[slot.name] = tenant
+                await user.enter(trainer)
+                self._loaded[slot.name] = user
             yield trainer
         except BaseException:  # raised again: a verb that was begun may still be performed
             self._loaded.pop(slot.name, None)
             raise
         finally:
-            self._slots.release(tenant.id)
+            self._slots.release(user.id)
             async with self._freed:
                 self._freed.notify_all()
 
-    def remove(self, tenant: Tenant) -> None:
+    def remove(self, user: SlotUser) -> None:
         """Free its slot, and save nothing."""
-        self.drop(tenant)
-        self._slots.forget(tenant.id)
+        self.drop(user)
+        self._slots.forget(user.id)
 
-    def drop(self, tenant: Tenant) -> None:
+    def drop(self, user: SlotUser) -> None:
         """Forget the adapter that the slot holds: it may have changed in a call that failed."""
-        slot = self._slots.holding(tenant.id)
+        slot = self._slots.holding(user.id)
         if slot is not None:
             self._loaded.pop(slot.name, None)
 
     async def save(self) -> None:
         """Save what is in the slots. Raises TrainerLost."""
-        for tenant in list(self._loaded.values()):
-            async with self.hold(tenant) as trainer:
-                await tenant.leave(trainer)
+        for user in list(self._loaded.values()):
+            async with self.hold(user) as trainer:
+                await user.leave(trainer)
 
 
 class SampleSlots:

@@ -45,13 +45,17 @@ def write_model(folder: Path) -> None:
         shutil.copy(load.TINY / name, folder)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
-def test_experts_are_trained(windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "context"), [(1, 1), (2, 1), (2, 2)])
+def test_experts_are_trained(
+    windfall: Windfall, here: Path, capsys: pytest.CaptureFixture[str], ranks: int, context: int
+) -> None:
     write_model(here / "experts")
     capsys.readouterr()
     (here / "digits.py").write_text(ENVIRONMENT)
     changes = ["model.path=experts", "env.name=custom", "env.factory=digits:Digits", "rollout.group_size=4",
-               "eval.tasks=0", "fleet.workers=1", "fleet.local=false", f"train.ranks={ranks}"]  # fmt: skip
+               "eval.tasks=0", "fleet.workers=1", "fleet.local=false", f"train.ranks={ranks}",
+               f"train.context_parallel={context}"]  # fmt: skip
     code, _, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
     assert (code, err) == (0, "")
     run = Path("runs/small")

@@ -127,8 +127,9 @@ def test_every_trained_token_has_the_experts_of_the_engine() -> None:
             Sample(ids=(*r.prompt, *new), targets=targets, behavior=behavior, advantage=1.0, limit=40, experts=recorded)
         )
     learner, reader = Learner(trainer, say=lambda line: None), ExpertReader(trainer)
-    given = pack_experts(samples, learner.policy.replay, torch.device("cpu"))
-    assert given is not None
+    rows = pack_experts(samples, learner.policy.replay)
+    assert rows is not None
+    given = torch.from_numpy(rows).transpose(0, 1)
 
     def chosen(replay: bool) -> torch.Tensor:
         with reader.reading() as found:

@@ -43,7 +43,6 @@ from windfall.recipe.sections import Recipe
 from windfall.trainer.model.gradients import trained
 from windfall.trainer.model.logprobs import BaseLearner, Learner, PolicyModule
 from windfall.trainer.model.lora import Adapters
-from windfall.trainer.model.packs import pack_rows
 from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
@@ -137,7 +136,7 @@ class TorchTrainer:
         weights = trained(self.model) if adapters is None else adapters.weights()
         self.optimizer = Optimizer(weights, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.context = context or ContextGroup()
-        activations, pack = train.checkpoint_activations, self.context.pack if self.context.size > 1 else pack_rows
+        activations, pack = train.checkpoint_activations, self.context.pack
         self.learner = learner or Learner(
             policy, self.optimizer.gradients, checkpoint_activations=activations, pack=pack
         )

@@ -59,7 +59,7 @@ MODELS: dict[str, Any] = {
 }
 Case = tuple[str, bool, int | None]
 """Model, whether adapters are trained, and what the own layers keep (None: the layers of transformers)."""
-QUICK: list[Case] = [("qwen3", False, None), ("qwen3", True, LIGHT)]
+QUICK: list[Case] = [("qwen3", False, None), ("qwen3", True, LIGHT), ("qwen3 experts", False, None)]
 CASES: list[Case] = [
     *((name, adapted, None) for name in MODELS for adapted in (False, True)),
     ("llama", False, ALL),
@@ -87,9 +87,12 @@ def model_of(name: str, adapted: bool) -> Any:
 
 
 def sample(rng: Any, prompt: int, length: int, advantage: float) -> Sample:
+    """With the experts of two layers, as an engine would have recorded them. Dense models have none."""
+    chosen = [rng.permutation(4)[:2] for _ in range(2 * (prompt + length - 1))]
     return Sample(
         ids=tuple(rng.integers(3, 61, prompt + length).tolist()), targets=tuple(range(prompt, prompt + length)),
         behavior=rng.normal(-4.1, 0.3, length), advantage=advantage, limit=64,
+        experts=np.stack(chosen).astype(np.uint8).tobytes(),
     )  # fmt: skip
 
 
@@ -173,7 +176,8 @@ def check_equal(case: Case, found: Any, expected: Any) -> None:
     for several, one in zip(found[0], expected[0], strict=True):
         for key in ("tokens", "responses", "skipped"):
             assert getattr(several, key) == getattr(one, key), (case, key)
-        for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
+        rounded = ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl", "router_gap")
+        for key in (*rounded, "replayed_experts"):
             assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), (case, key)
     assert found[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-4), case
     for i, (ours, theirs) in enumerate(zip([*found[2], found[3]], [*expected[2], expected[3]], strict=True)):

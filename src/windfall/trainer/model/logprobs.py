@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Learner:
         """Log-probs and entropies of all targets, sample after sample, in float32. `replay`: tokens are computed by the
         experts that the samples name, if they name some."""
         pack = self._pack(samples, self.policy.device)
-        with self.policy.replay.replaying(self._experts(samples) if replay else None):
+        with self._replaying(samples if replay else (), pack):
             found = pack.all(self.policy(pack.rows, pack.targets, temperature=temperature))
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
@@ -138,11 +139,15 @@ class Learner:
 
     @property
     def replays(self) -> bool:
-        """Whether the experts that samples name compute their tokens. Not if several ranks compute a pack."""
-        return bool(self.policy.replay.layers) and self._pack is pack_rows
+        """Whether the experts that samples name compute their tokens."""
+        return bool(self.policy.replay.layers)
 
-    def _experts(self, samples: Sequence[Sample]) -> Tensor | None:
-        return pack_experts(samples, self.policy.replay, self.policy.device) if self.replays else None
+    def _replaying(self, samples: Sequence[Sample], pack: Pack) -> AbstractContextManager[None]:
+        experts = pack_experts(samples, self.policy.replay)
+        if experts is None:
+            return self.policy.replay.replaying(None)
+        own = torch.from_numpy(pack.part(experts, -1)).transpose(0, 1).contiguous()
+        return self.policy.replay.replaying(own.to(self.policy.device))
 
     @torch.no_grad()
     def top(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +159,7 @@ class Learner:
     def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         pack = self._pack(samples, self.policy.device)
-        with self.policy.replay.replaying(self._experts(samples)):
+        with self._replaying(samples, pack):
             loss = self.policy(pack.rows, pack.targets, pack.sizes, temperature, pack.weights_fn(weights_fn))
             if loss.requires_grad:
                 loss.backward()
@@ -174,8 +179,8 @@ class BaseLearner:
             return self._learner.score(samples, temperature)
 
 
-def pack_experts(samples: Sequence[Sample], replay: ExpertReplay, device: torch.device) -> Tensor | None:
-    """The experts of these samples: (layers, rows, chosen); -1 where the router chooses, as for the last of each."""
+def pack_experts(samples: Sequence[Sample], replay: ExpertReplay) -> np.ndarray | None:
+    """The experts of these samples: (rows, layers, chosen); -1 where the router chooses, as for the last of each."""
     if not any(s.experts for s in samples) or not replay.layers:
         return None
     known = {n: numbers(s.experts, len(s.ids) - 1, replay.layers) for n, s in enumerate(samples) if s.experts}
@@ -186,4 +191,4 @@ def pack_experts(samples: Sequence[Sample], replay: ExpertReplay, device: torch.
         if n in known:
             packed[start : start + len(s.ids) - 1] = known[n]
         start += len(s.ids)
-    return torch.from_numpy(packed).transpose(0, 1).contiguous().to(device)
+    return packed

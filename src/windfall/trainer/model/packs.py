@@ -50,6 +50,10 @@ class Pack:
         self.sizes = sizes
         """Numbers of wanted rows that are processed together: those of each sample."""
 
+    def part(self, rows: np.ndarray, fill: int) -> np.ndarray:
+        """From the rows of the whole pack to those of this rank, which may have rows of `fill` after the last one."""
+        return rows
+
     def all(self, numbers: Tensor) -> Tensor:
         """From numbers (n, wanted rows) of this rank to those of the whole pack, in the order of its targets."""
         return numbers

@@ -154,11 +154,11 @@ class PackPart(Pack):
         whole = HostRows.of(samples)
         count = -(-len(whole.ids) // group.size)
         missing = group.size * count - len(whole.ids)
-        ids, positions = np.pad(whole.ids, (0, missing)), np.pad(whole.positions, (0, missing))
         batch = Packed.of([*whole.lengths[:-1], whole.lengths[-1] + missing], device)
-        own = slice(group.rank * count, (group.rank + 1) * count)
         owners = whole.wanted // count
         self._group = group
+        self._count = count
+        """Rows of each rank."""
         self._samples = len(samples)
         self._mine = owners == group.rank
         self._each = np.bincount(owners, minlength=group.size)
@@ -169,11 +169,11 @@ class PackPart(Pack):
         self._order = torch.from_numpy(owners * self._most + before)
         """Where the numbers of each target are among those of all ranks, padded to `_most` each."""
         # A rank without a wanted row computes one with weight zero: no kernel runs on nothing.
-        wanted, targets = whole.wanted[self._mine] - own.start, whole.targets[self._mine]
+        wanted, targets = whole.wanted[self._mine] - group.rank * count, whole.targets[self._mine]
         nothing = np.zeros(0 if len(wanted) else 1, np.int64)
         host = HostRows(
-            ids=ids[own],
-            positions=positions[own],
+            ids=self.part(whole.ids, 0),
+            positions=self.part(whole.positions, 0),
             wanted=np.concatenate((wanted, nothing)),
             targets=np.concatenate((targets, nothing)),
             lengths=[],
@@ -185,6 +185,10 @@ class PackPart(Pack):
     @property
     def _most(self) -> int:
         return max(1, int(self._each.max()))
+
+    def part(self, rows: np.ndarray, fill: int) -> np.ndarray:
+        own = rows[self._group.rank * self._count :][: self._count]
+        return np.pad(own, [(0, self._count - len(own))] + [(0, 0)] * (rows.ndim - 1), constant_values=fill)
 
     def all(self, numbers: Tensor) -> Tensor:
         mine = numbers.new_zeros(len(numbers), self._most)

@@ -129,6 +129,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "weights/ranges.py",
     "trainer/model/activation_memory.py",
     "trainer/ranks/rank_budget.py",
+    "trainer/ranks/state_layout.py",
     "turns/accounts.py",
     "turns/co_running.py",
     "turns/residence.py",

@@ -202,10 +202,9 @@ def state_bytes(trainer: TorchTrainer) -> int:
     """Bytes of this rank's weights, gradients and moments."""
     held = {id(p): rows(p) for p in trainer.model.parameters()}
     total = sum(t.numel() * t.element_size() for t in held.values())
-    trained = trainer.optimizer._master.values()
-    own = any(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
-    # The gradient and two moments in float32, and a master unless the weights are their own masters.
-    return total + sum((3 if own else 4) * 4 * m.numel() for m in trained)
+    gone = trainer.optimizer.gradients.sharded  # FSDP2 allocates the sums again in the next pass
+    sums = 4 * sum(rows(p).numel() for p in trainer.model.parameters() if p.requires_grad and gone)
+    return total + sums + sum(t.nbytes for t in trainer.optimizer.tensors())
 
 
 def flops(model: Any, samples: list[Sample]) -> float:

@@ -3,11 +3,14 @@ float32 (gradients.py), and the model gets the rounded result. A float32 model i
 
 In sharded training (sharding.py) the parameters are float32 masters, and every rank updates its own rows. Only the norm
 of the gradient needs the other ranks: all of them clip by the same norm, or skip the update together.
+
+Where masters and moments are is decided by ranks/state_layout.py; weight_state.py keeps and updates them.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,11 +22,10 @@ from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import as_shard, is_sharded, rows
+from windfall.trainer.ranks.state_layout import put_away
+from windfall.trainer.weight_state import MOMENTS, make_states, update
 from windfall.training import NOT_FINITE, NOTHING, Adam, Skipped
 from windfall.weights.publish import RankRows
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's state of a weight, in torch's names."""
 
 
 class Optimizer:
@@ -35,9 +37,10 @@ class Optimizer:
         *,
         ranks: TrainerRanks | None = None,
         dtype: torch.dtype = torch.float32,
+        host_share: float = 0.0,
     ) -> None:
         """`weights`: those that are trained, by the names under which their state is saved. `dtype`: the one that a
-        sharded model computes in."""
+        sharded model computes in. `host_share`: of masters and moments, how much is in host memory."""
         self.options = options
         self.total_updates = total_updates
         self.updates = 0
@@ -45,18 +48,12 @@ class Optimizer:
         self.dtype = dtype
         self.gradients = Gradients(weights)
         self._model = weights
-        self._master: dict[str, Tensor] = {}
-        """The tensors that AdamW updates, with their gradients: in sharded training the rows of this rank."""
-        for name, p in self._model.items():
-            self._master[name] = rows(p) if is_sharded(p) else p
-            if p.dtype != torch.float32:
-                self._master[name] = p.detach().float()
-                self._master[name].grad = self.gradients.of(p)
-        held = [m for m in self._master.values() if m.numel()]
-        self._fused = bool(held) and all(m.device.type == "cuda" for m in held)
-        self._adam = torch.optim.AdamW(
-            held, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay, fused=self._fused or None
-        )
+        away = put_away([rows(p).numel() for p in weights.values()], host_share)
+        self._states = dict(zip(weights, make_states(list(weights.values()), away), strict=True))
+        self.update_s = 0.0
+        """Seconds of the last update, until the weights were ready."""
+        self.moved_bytes = 0
+        """Bytes that the last update copied from and to host memory."""
 
     def rate(self) -> float:
         """The learning rate of the next update."""
@@ -85,7 +82,8 @@ class Optimizer:
         Without a step, the weights, the moments and Adam's own step count do not change: neither momentum nor weight
         decay may move the weights if the gradient carries no information. The learning rate schedule still counts the
         update."""
-        adam = adam or self.settings()
+        self._wait_for_device()
+        adam, began_s, self.moved_bytes = adam or self.settings(), time.monotonic(), 0
         self.updates += 1
         grads = self._gradients()
         norm = self._norm(grads) / abs(divisor) if divisor else 0.0
@@ -96,14 +94,11 @@ class Optimizer:
             clip = adam.clip_norm / norm if 0 < adam.clip_norm < norm else 1.0
             if grads:
                 torch._foreach_mul_(grads, clip / divisor)  # pyright: ignore[reportPrivateImportUsage]
-            for group in self._adam.param_groups:
-                group.update(lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay)
-            self._adam.step()
-            rounded = [n for n, p in self._model.items() if p.dtype != torch.float32]
-            if rounded:
-                new, old = [self._master[n] for n in rounded], [self._model[n] for n in rounded]
-                torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
+            found = {name: rows(p.grad) for name, p in self._model.items() if p.grad is not None and rows(p).numel()}
+            self.moved_bytes = update([self._states[name] for name in found], list(found.values()), adam)
         self.zero()
+        self._wait_for_device()
+        self.update_s = time.monotonic() - began_s
         return norm, skipped
 
     def zero(self) -> None:
@@ -114,9 +109,7 @@ class Optimizer:
         """The accumulated gradients of this rank, in a few tensors."""
         if not any(map(is_sharded, self._model.values())):
             return self.gradients.all()
-        for name, p in self._model.items():
-            self._master[name].grad = rows(p.grad) if p.grad is not None else None
-        return [m.grad for m in self._master.values() if m.grad is not None and m.numel()]
+        return [rows(p.grad) for p in self._model.values() if p.grad is not None and rows(p).numel()]
 
     def _norm(self, grads: list[Tensor]) -> float:
         """The norm of the gradient over all ranks."""
@@ -126,45 +119,50 @@ class Optimizer:
         return math.sqrt(float(self.ranks.sum(norm.double().square().to(self.ranks.device))))
 
     def tensors(self) -> Iterator[Tensor]:
-        """What only training needs: masters that the model does not compute with, gradients, and Adam's moments."""
-        yield from (master for name, master in self._master.items() if master is not self._model[name])
+        """What only training needs on the device: masters that the model does not compute with, Adam's moments, and
+        gradients."""
+        for state in self._states.values():
+            yield from state.on_device
         yield from self.gradients.all()
-        yield from (state[key] for state in self._adam.state.values() for key in MOMENTS)
 
     def state(self) -> dict[str, RankRows]:
         """Everything that a run needs to resume bit for bit, except the weights of the model itself. Every rank calls
         this, and gives its own rows of the same tensors."""
         out: dict[str, RankRows] = {"updates": RankRows(local=torch.tensor(self.updates), shape=())}
         # Weights that never had a gradient have no moments. Rank 0 knows: it has the first row of every weight.
-        steps = {n: s["step"].detach().cpu() for n, m in self._master.items() if (s := self._adam.state.get(m))}
-        steps = self.ranks.broadcast(steps)
+        steps = self.ranks.broadcast({name: s.steps for name, s in self._states.items() if s.steps})
         for name, p in self._model.items():
-            master = self._master[name]
+            state = self._states[name]
             if self._rounds(p):
-                out[f"master.{name}"] = as_shard(p, master)
+                out[f"master.{name}"] = as_shard(p, state.master)
             if name in steps:
-                out[f"step.{name}"] = RankRows(local=steps[name], shape=())
-                moments = self._adam.state.get(master, {})
-                for key in MOMENTS:  # a rank without rows of this weight has no moments, and writes nothing
-                    out[f"{key}.{name}"] = as_shard(p, moments.get(key, master))
+                out[f"step.{name}"] = RankRows(local=torch.tensor(float(steps[name])), shape=())
+                # A rank without rows of this weight has no moments, and writes nothing.
+                for key, moment in zip(MOMENTS, state.moments or [state.master] * 2, strict=True):
+                    out[f"{key}.{name}"] = as_shard(p, moment)
         return out
 
     def restore(self, path: Path) -> None:
         """Restore the state from a file, which may have been written by another number of ranks."""
-        names, updates = sharded_file.names(path, self.ranks), torch.tensor(0)
-        wanted: dict[str, RankRows] = {"updates": RankRows(local=updates, shape=())}
+        names, numbers = sharded_file.names(path, self.ranks), {"updates": torch.tensor(0)}
+        wanted: dict[str, RankRows] = {}
         for name, p in self._model.items():
-            master = self._master[name]
-            wanted[f"master.{name}"] = as_shard(p, master)
-            if f"step.{name}" in names and master.numel():
-                step = torch.tensor(0.0, device=master.device if self._fused else "cpu")
-                moments = {key: torch.empty_like(master) for key in MOMENTS}
-                self._adam.state[master] = {"step": step, **moments}
-                wanted[f"step.{name}"] = RankRows(local=step, shape=())
-                wanted |= {f"{key}.{name}": as_shard(p, m) for key, m in moments.items()}
+            state = self._states[name]
+            wanted[f"master.{name}"] = as_shard(p, state.master)
+            if f"step.{name}" in names and p.numel():
+                numbers[f"step.{name}"] = torch.tensor(0.0)
+                moments = state.make_moments() if state.weight.numel() else ()
+                wanted |= {f"{key}.{name}": as_shard(p, m) for key, m in zip(MOMENTS, moments, strict=False)}
+        wanted |= {name: RankRows(local=number, shape=()) for name, number in numbers.items()}
         with torch.no_grad():
             sharded_file.read(path, wanted, self.ranks)
-        self.updates = int(updates)
+        self.updates = int(numbers.pop("updates"))
+        for name, number in numbers.items():
+            self._states[name.partition(".")[2]].steps = int(number)
+
+    def _wait_for_device(self) -> None:
+        if any(p.device.type == "cuda" for p in self._model.values()):
+            torch.cuda.synchronize()
 
     def _rounds(self, p: Tensor) -> bool:
         """Whether the model computes with a rounded copy of this weight."""

@@ -4,18 +4,21 @@
     python benchmarks/serve/tinker_clients.py --device cuda --model 0.6b         an H200, random weights
 
 A step of a client: sample --groups prompts with 8 responses each, forward_backward with all of them, optim_step, save
-for the next samples. Everything goes over HTTP (windfall.client). The trainer and the worker share the device.
+for the next samples. Everything goes over HTTP (windfall.client). The trainer and the worker share the device. Clients
+wait for each other after their first step; then they work for --seconds, and what was answered in this time counts.
 
-    sampled, trained    tokens per second of all clients, from the end of every client's first step until the first
-                        client has made its last
-    in sum              steps per second of all clients, relative to one client
-    each                the slowdown of a client, as the mean of all
+    sampled, trained    tokens per second of all clients
+    in sum              trained tokens per second of all clients, relative to one client
+    each                how many times longer a client takes for its tokens than alone, as the mean of all
+    steps               of the client with the fewest and the one with the most
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -25,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
@@ -41,11 +44,12 @@ LOSS, PROMPT, GROUP = Loss(name="importance_sampling"), 64, 8
 
 @dataclass
 class Work:
-    """What a client did, with the time at which it was done."""
+    """What a client did since all clients began together."""
 
-    steps: list[float] = field(default_factory=list)
-    sampled: list[tuple[float, int]] = field(default_factory=list)
-    trained: list[tuple[float, int]] = field(default_factory=list)
+    steps: int = 0
+    sampled: int = 0
+    """Tokens."""
+    trained: int = 0
 
 
 def start(place: Path, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str, str]:
@@ -75,42 +79,36 @@ async def step(policy: RemotePolicy, number: int, seed: int, work: Work, args: a
 
     async def sample(n: int, prompt: Sequence[int]) -> list:
         found = await policy.sample(prompt, GROUP, id=f"{number}/{n}", max_tokens=args.tokens)
-        work.sampled.append((time.monotonic(), sum(len(r.tokens) for r in found)))
+        work.sampled += sum(len(r.tokens) for r in found)
         return found
 
     groups = await asyncio.gather(*(sample(n, prompt) for n, prompt in enumerate(prompts)))
     samples = [s for g in groups for k, r in enumerate(g) for s in samples_of(r, (k % 2 - 0.5) / 1e4, args.tokens)]
     await policy.forward_backward(samples, LOSS, id=f"{number}/gradient")
-    work.trained.append((time.monotonic(), sum(len(s.ids) for s in samples)))
+    work.trained += sum(len(s.ids) for s in samples)
     await policy.optim_step(adam=Adam(lr=1e-5), id=f"{number}/step")
     await policy.publish(id=f"{number}/publish")
-    work.steps.append(time.monotonic())
+    work.steps += 1
 
 
 async def clients(count: int, url: str, key: str, args: argparse.Namespace) -> list[Work]:
-    """Let so many clients make their steps at the same time."""
+    """Let so many clients make steps at the same time."""
+    together = asyncio.Barrier(count)
 
     async def one(seed: int) -> Work:
-        work = Work()
         async with Client(url, key) as client:
             policy = await client.create(seed=seed)
-            for number in range(args.steps):
-                await step(policy, number, seed, work, args)
+            await step(policy, 0, seed, Work(), args)
+            await together.wait()
+            work = Work()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(args.seconds):
+                    for number in itertools.count(1):
+                        await step(policy, number, seed, work, args)
         return work
 
-    return await asyncio.gather(*(one(seed) for seed in range(count)))
-
-
-def measure(found: Sequence[Work]) -> tuple[float, float, float]:
-    """Sampled and trained tokens per second, and steps per second, of all clients while all were at work."""
-    begin, end = max(work.steps[0] for work in found), min(work.steps[-1] for work in found)
-    took = end - begin
-
-    def rate(entries: Sequence[tuple[float, int]]) -> float:
-        return sum(count for at, count in entries if begin < at <= end) / took
-
-    sampled, trained = sum(rate(work.sampled) for work in found), sum(rate(work.trained) for work in found)
-    return sampled, trained, sum(sum(1 for at in work.steps if begin < at <= end) for work in found) / took
+    async with asyncio.timeout(args.timeout_s + args.seconds):
+        return await asyncio.gather(*(one(seed) for seed in range(count)))
 
 
 def main() -> None:
@@ -118,7 +116,7 @@ def main() -> None:
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     p.add_argument("--model", default="tiny", help=f"a name, a folder, or a shape: {', '.join(SHAPES)}")
     p.add_argument("--clients", default="1,4,8")
-    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--seconds", type=float, default=30.0, help="time that counts, for each number of clients")
     p.add_argument("--groups", type=int, default=4, help=f"prompts of a step, each with {GROUP} responses")
     p.add_argument("--tokens", type=int, default=48, help="upper limit per response")
     p.add_argument("--timeout-s", type=float, default=300.0, help="for the server to start")
@@ -126,15 +124,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         process, url, key = start(Path(folder), args)
         try:
-            print(f"{args.model} on {args.device}, {args.steps} steps of {args.groups} x {GROUP} responses of at most")
-            print(f"{args.tokens} tokens\n{'clients':>8}{'sampled/s':>12}{'trained/s':>12}{'in sum':>9}{'each':>8}")
+            print(
+                f"{args.model} on {args.device}, steps of {args.groups} x {GROUP} responses of {args.tokens} tokens at most"
+            )
+            print(f"{'clients':>8}{'sampled/s':>12}{'trained/s':>12}{'in sum':>9}{'each':>8}{'steps':>9}")
             alone = 0.0
             for count in map(int, args.clients.split(",")):
                 found = asyncio.run(clients(count, url, key, args))
-                sampled, trained, steps = measure(found)
-                alone = alone or steps
-                each = count * alone / steps
-                print(f"{count:>8}{sampled:>12,.0f}{trained:>12,.0f}{steps / alone:>8.2f}x{each:>7.2f}x", flush=True)
+                sampled, trained = (sum(getattr(w, of) for w in found) / args.seconds for of in ("sampled", "trained"))
+                alone = alone or trained
+                gain, steps = trained / alone, [work.steps for work in found]
+                print(f"{count:>8}{sampled:>12,.0f}{trained:>12,.0f}{gain:>8.2f}x{count / gain:>7.2f}x", end="")
+                print(f"{min(steps):>5} {max(steps):>3}", flush=True)
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -29,6 +29,7 @@ import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT
+from windfall.weights.one_copy import copy_together
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def write(folder: Path, config: AdapterConfig, tensors: Mapping[str, torch.Tenso
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")
-    named = dict(_as_peft(name, t.detach().cpu()) for name, t in tensors.items())
+    named = dict(map(_as_peft, tensors, copy_together(list(tensors.values()), "cpu")))
     save_file(named, str(folder / TENSORS), metadata={"format": "pt"})
 
 

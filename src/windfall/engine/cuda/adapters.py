@@ -27,6 +27,7 @@ from torch import Tensor
 
 from windfall.errors import WindfallError
 from windfall.weights.merged import WEIGHT, AdapterPair
+from windfall.weights.one_copy import copy_together
 
 PROJECTIONS = {
     "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -131,11 +132,13 @@ class DeviceAdapters:
     def hold(self, number: int, pairs: Mapping[str, AdapterPair], scale: float) -> None:
         self._scale[number] = scale
         self._head_scale[number] = scale if HEAD + WEIGHT in pairs else 0.0
+        copies = copy_together([t for pair in pairs.values() for t in pair], self._scale.device)
+        own = {name: AdapterPair(*pair) for name, *pair in zip(pairs, copies[::2], copies[1::2], strict=True)}
         for name, (a, b) in self._places.items():
             a[number].zero_()
             b[number].zero_()
-            if name in pairs:
-                pair = pairs[name]
+            if name in own:
+                pair = own[name]
                 a[number, : len(pair.a)].copy_(pair.a)
                 b[number, :, : len(pair.a)].copy_(pair.b)
 

@@ -36,6 +36,7 @@ from windfall.recipe.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, Lora, cho
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import EMBEDDING, AdapterConfig
 from windfall.weights.merged import WEIGHT, AdapterPair, is_repeated, pairs
+from windfall.weights.one_copy import copy_together
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -84,9 +85,9 @@ class LoraLayer(nn.Module):
         """By policy: those that have an adapter of this layer."""
 
     def add(self, policy: str, pair: AdapterPair, scale: float) -> None:
-        """Add the adapter of a policy."""
+        """Add the adapter of a policy, which must be on the device of the weight and have its dtype."""
         for matrix, values in zip(MATRICES, pair, strict=True):
-            self.register_parameter(parameter(matrix, policy), nn.Parameter(values.to(self.weight, copy=True)))
+            self.register_parameter(parameter(matrix, policy), nn.Parameter(values))
         self.scales[policy] = scale
 
     def remove(self, policy: str) -> None:
@@ -219,8 +220,10 @@ def attach(
     if not adapted:
         model.requires_grad_(False)
     layers = {name: adapted.get(name) or lora_layer(available[name], active) for name in found}
-    for name, layer in layers.items():
-        layer.add(policy, found[name], config.scale)
+    some = next(iter(layers.values())).weight
+    copies = copy_together([t for pair in found.values() for t in pair], some.device, some.dtype)
+    for (name, layer), *pair in zip(layers.items(), copies[::2], copies[1::2], strict=True):
+        layer.add(policy, AdapterPair(*pair), config.scale)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer)
     adapters = Adapters(model, config, layers, policy)

@@ -11,6 +11,7 @@ wait for each other after their first step; then they work for --seconds, and wh
     in sum              trained tokens per second of all clients, relative to one client
     each                how many times longer a client takes for its tokens than alone, as the mean of all
     steps               of the client with the fewest and the one with the most
+    sample, train, save   seconds of a client's step, as the mean: what it waits for
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
@@ -39,6 +40,8 @@ from windfall.algorithms.given import Loss
 from windfall.client import Client, RemotePolicy
 from windfall.training import Adam, samples_of
 
+PARTS = ("sample", "train", "save")
+HEADER = " clients   sampled/s   trained/s   in sum    each    steps  sample   train    save"
 LOSS, PROMPT, GROUP = Loss(name="importance_sampling"), 64, 8
 
 
@@ -50,6 +53,8 @@ class Work:
     sampled: int = 0
     """Tokens."""
     trained: int = 0
+    waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Seconds."""
 
 
 def start(place: Path, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str, str]:
@@ -82,12 +87,18 @@ async def step(policy: RemotePolicy, number: int, seed: int, work: Work, args: a
         work.sampled += sum(len(r.tokens) for r in found)
         return found
 
+    at = time.monotonic()
     groups = await asyncio.gather(*(sample(n, prompt) for n, prompt in enumerate(prompts)))
     samples = [s for g in groups for k, r in enumerate(g) for s in samples_of(r, (k % 2 - 0.5) / 1e4, args.tokens)]
+    work.waited["sample"] += time.monotonic() - at
+    at = time.monotonic()
     await policy.forward_backward(samples, LOSS, id=f"{number}/gradient")
     work.trained += sum(len(s.ids) for s in samples)
     await policy.optim_step(adam=Adam(lr=1e-5), id=f"{number}/step")
+    work.waited["train"] += time.monotonic() - at
+    at = time.monotonic()
     await policy.publish(id=f"{number}/publish")
+    work.waited["save"] += time.monotonic() - at
     work.steps += 1
 
 
@@ -124,10 +135,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         process, url, key = start(Path(folder), args)
         try:
-            print(
-                f"{args.model} on {args.device}, steps of {args.groups} x {GROUP} responses of {args.tokens} tokens at most"
-            )
-            print(f"{'clients':>8}{'sampled/s':>12}{'trained/s':>12}{'in sum':>9}{'each':>8}{'steps':>9}")
+            print(f"{args.model} on {args.device}, steps of {args.groups} x {GROUP} responses of at most {args.tokens}")
+            print(f"tokens\n{HEADER}")
             alone = 0.0
             for count in map(int, args.clients.split(",")):
                 found = asyncio.run(clients(count, url, key, args))
@@ -135,7 +144,8 @@ def main() -> None:
                 alone = alone or trained
                 gain, steps = trained / alone, [work.steps for work in found]
                 print(f"{count:>8}{sampled:>12,.0f}{trained:>12,.0f}{gain:>8.2f}x{count / gain:>7.2f}x", end="")
-                print(f"{min(steps):>5} {max(steps):>3}", flush=True)
+                means = (sum(w.waited[part] for w in found) / max(1, sum(steps)) for part in PARTS)
+                print(f"{min(steps):>5} {max(steps):>3}" + "".join(f"{s:>7.2f}s" for s in means), flush=True)
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -272,7 +272,7 @@ def _new(available: Mapping[str, Any], names: Iterable[str], rank: int, seed: in
 
 def _read(model: Any, available: Mapping[str, Any], folder: Path) -> tuple[AdapterConfig, dict[str, AdapterPair]]:
     """The adapter in a folder, by layer, checked against the model."""
-    weights, config = base_tensors(model), adapter_folder.read_config(folder)
+    config, weights = adapter_folder.read_config(folder), dict(model.named_parameters(remove_duplicate=False))
     tensors, shapes = adapter_folder.read_tensors(folder, weights), {name: t.shape for name, t in weights.items()}
     found = {name.removesuffix(WEIGHT): pair for name, pair in pairs(tensors, shapes, str(folder)).items()}
     for name, pair in found.items():

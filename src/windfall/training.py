@@ -137,7 +137,7 @@ class AdapterSpec:
     rank: int
     alpha: float
     seed: int = 0
-    """Of the random numbers that a new adapter begins with."""
+    """Random seed of the numbers that a new adapter begins with."""
     targets: tuple[str, ...] = ()
     """Its layers, as in train.lora.targets; empty: all linear layers of the decoder layers."""
 

@@ -350,6 +350,7 @@ def test_thousands_of_connections(server: Served) -> None:
                 peer.sendall(b'{"hello": "key-c", "kind": "rollout", "device": "gpu"}\n{"take": 1, "rows": 1}\n')
             if n % 150 == 149:
                 peers.close()
+        peers.close()  # one that stays would get the next turn
         a.give()
         assert a.take(WAIT_S)
         until(lambda: server.snapshot()["jobs"]["c"]["processes"] == 0, "connections to end")

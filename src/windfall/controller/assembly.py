@@ -126,7 +126,7 @@ class ControllerLife:
         """By trainer process: the id of its account, and its open links."""
         self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
         self._oldest: dict[tuple[str, int], int] = {}
-        """Of the journal: the tasks of each trained step of a policy, and the oldest version of each task."""
+        """What the journal says: the tasks of each trained step of a policy, and the oldest version of each task."""
         self._journal_end = 0
         """The first task that the journal had no token of when it was last read."""
         self._count_agents: Callable[[], dict[str, Any]] = dict

@@ -67,7 +67,7 @@ class ModelCard:
     kind: Literal["model", "adapter"]
     merged: bool
     license: str
-    """Of the base model. Empty: not known."""
+    """License of the base model; empty if it is not known."""
     curve: Curve | None
     picture: str
     """File with the picture of the curve. Empty: there is none."""

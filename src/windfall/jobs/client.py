@@ -22,7 +22,7 @@ class RequestRefused(WindfallError):
     """The service has answered, with an error."""
 
     status = 0
-    """Of HTTP."""
+    """Status of the HTTP response; 0: there was none."""
 
 
 class JobsClient:

@@ -100,7 +100,7 @@ class JobRun:
         self.token = auth.read_token(folder / "token")
         self.progress = JobProgress(0)
         self.certificate = ""
-        """Of its controller (PEM); empty: it has none."""
+        """Certificate of its controller (PEM); empty if it has none."""
         self._settings, self._host, self._say = settings, host, say
         self._processes: RunProcesses | None = None
         self._failure = ""

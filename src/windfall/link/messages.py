@@ -562,7 +562,7 @@ class Score(Message, frozen=True, tag=70):
 
 
 class ScoredTokens(Value, frozen=True):
-    """Of each token of a sequence after the first."""
+    """What a policy predicts for each token of a sequence after the first."""
 
     logprobs: np.ndarray  # float64
     top_ids: np.ndarray  # uint32: `top_k` for each token, most likely first

@@ -109,7 +109,7 @@ class ExpertReplay:
         self.layers = expert_layers(model)
         self._given: Tensor | None = None
         self._modes: list[_GivenChoice] = []
-        """Of the blocks that run now: at most one, but recomputation happens within the backward pass."""
+        """Modes of the blocks that run now: at most one, but recomputation happens within the backward pass."""
         for n, layer in enumerate(self.layers):
             layer.block.register_forward_pre_hook(self._enter(n, layer.count))
             layer.block.register_forward_hook(self._leave, always_call=True)

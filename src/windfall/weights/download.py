@@ -146,7 +146,7 @@ class Download:
                 source.close()
 
     def _next_span(self, number: int, of: SourceRef | None) -> tuple[SourceRef | None, Span] | None:
-        """Of the same source as before, if it has more, and otherwise of another one."""
+        """The next range: of the same source as before if it has more, otherwise of another one."""
         with self._lock:
             before = self._spans.pop(number, None)
             self._lock.notify_all()

@@ -84,7 +84,7 @@ class _OpenAccount:
     tokens: int = 0
     tokens_of: Counter[str] = field(default_factory=Counter)
     base: str = ""
-    """Of a trainer: the base that it trains, if that has a name."""
+    """The base that a trainer trains, if it has a name."""
     provisional: list[_Interval] = field(default_factory=list)
     """Time that may still turn out to be lost."""
     settled: dict[Bucket, float] = field(default_factory=dict)

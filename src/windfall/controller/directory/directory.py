@@ -68,7 +68,7 @@ class Directory:
         self.newest = ""
         self._damaged: list[str] = []
         self.traffic = Traffic()
-        """Of the newest version."""
+        """What was transferred of the newest version."""
         self.usd = 0.0
         """What all versions have cost."""
         self._version, self._region = -1, region
@@ -317,7 +317,7 @@ class Directory:
         return (1 - PACKED) / slowest > PACK_S_PER_BYTE
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Since the last call, for the event log."""
+        """What happened since the last call, for the event log."""
         out, self._events = self._events, []
         return out
 

@@ -54,7 +54,7 @@ class _Tail:
         self.kv_tokens = self.total + sum(r.context for r in rows)
         """Tokens in the KV cache if all were there at their ends."""
         self.prefill_s = self.round_trip_s = 0.0
-        """Of what moves there."""
+        """Seconds of prefill, and of the round trip, for responses that move there."""
 
     def joined_by(self, other: _Tail) -> _Tail:
         """With all responses of another worker."""

@@ -260,7 +260,7 @@ class AddedWorkload(Workload):
 
     @property
     def weights_bytes(self) -> float:
-        """Of an engine: the base, with all adapters beside each other."""
+        """Memory of an engine for weights: the base, with all adapters beside each other."""
         if self.one_base:
             return VALUE_BYTES * (self.shape.parameters + self.adapter_parameters)
         return max(part.weights_bytes for part in self.parts)

@@ -119,7 +119,7 @@ def _progress(policy: dict[str, Any], steps: int) -> str:
 
 
 def _staleness(stale: dict[str, Any] | None) -> list[str]:
-    """Of the last step, from fleet.json."""
+    """Rows about the staleness of the last step, from fleet.json."""
     stale = stale or {}
     return figures.staleness(
         stale | {f"staleness_{key}": stale[key] for key in ("mean", "max", "bound") & stale.keys()}

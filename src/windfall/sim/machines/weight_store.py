@@ -36,7 +36,7 @@ class StoreNetwork:
 
     regions: Mapping[str, SimRegion] = field(default_factory=dict)
     latency_s: float = 0.0
-    """Of one message within a region."""
+    """Latency of one message within a region."""
     network: Network = field(default_factory=Network)
     stores: dict[str, WeightStore] = field(default_factory=dict)
     """By location."""

@@ -75,7 +75,7 @@ class LoraLayer(nn.Module):
     weight: Tensor
     lora_A: nn.Parameter
     lora_B: nn.Parameter
-    """Of the only policy of a run without [policies]."""
+    """Matrices of the only policy of a run without [policies]."""
 
     def __init__(self, base: nn.Linear | nn.Embedding, active: ActivePolicy) -> None:
         nn.Module.__init__(self)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.tinker_server import RECIPE, InProcess, served
+from tests.support.tinker_server import ACCOUNTS, Server
 from windfall.algorithms.given import Loss
 from windfall.client import Client
 from windfall.controller.cost.bill import Totals, add
@@ -20,37 +20,26 @@ from windfall.events.log import scan
 from windfall.run.views.policy_costs import bill_of
 from windfall.run.views.summary import summarize
 from windfall.tinker import view
-from windfall.tinker.bill import EVENT, AccountBill
+from windfall.tinker.bill import AccountBill
 from windfall.training import Adam, given
 
-ALICE, BOB = "tml-alice-0123", "tml-bob-012345"
-PRICES = """
-[fleet]
-trainer_price_usd_per_h = 36.0
-"""
+CAROL, DAVE = "tml-carol-0123", "tml-dave-012345"
 WAIT_S = 60.0
 
 
-def accounts(**max_usd: float) -> str:
-    keys = {"alice": ALICE, "bob": BOB}
-    return "\n".join(f'[{name}]\nkey = "{keys[name]}"\nmax_usd = {limit}' for name, limit in max_usd.items())
+def accounts(carol: float, dave: float | None = None, end: str = "") -> str:
+    """The file of accounts, with the limits of these two (`max_usd`)."""
+    text = f'{ACCOUNTS}[carol]\nkey = "{CAROL}"\nmax_usd = {carol}\n'
+    return text + ("" if dave is None else f'[dave]\nkey = "{DAVE}"\nmax_usd = {dave}\n') + end
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("accounts") / "accounts.toml"
-    found.write_text(accounts(alice=0))
-    return found
+@pytest.fixture
+def file(server: Server) -> Iterator[Path]:
+    yield server.accounts
+    server.accounts.write_text(ACCOUNTS)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Iterator[InProcess]:
-    recipe = RECIPE.replace("[tinker]", f'[tinker]\naccounts = "{file}"') + PRICES
-    with served(tmp_path_factory.mktemp("server"), recipe) as found:
-        yield found
-
-
-def events(server: InProcess, name: str) -> list[dict[str, object]]:
+def events(server: Server, name: str) -> list[dict[str, object]]:
     return [event for event in scan(server.folder / "events.jsonl") if event["name"] == name]
 
 
@@ -58,7 +47,7 @@ def wait_for(what: str, condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 async def use(client: Client, updates: int) -> None:
@@ -74,51 +63,54 @@ async def create_until_refused(client: Client) -> None:
     async with asyncio.timeout(WAIT_S):
         while True:
             await client.create(rank=4)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
 
 
-def test_accounts_come_are_charged_and_end_at_their_limit(server: InProcess, file: Path) -> None:
+def test_accounts_come_are_charged_and_end_at_their_limit(server: Server, file: Path) -> None:
+    def read_again() -> int:
+        return len(events(server, "tinker_accounts"))
+
     async def run() -> tuple[dict[str, float], dict[str, float]]:
         with pytest.raises(WindfallError, match="not one of the server's"):
-            async with Client(server.url, BOB):
+            async with Client(server.url, DAVE):
                 pass
-        file.write_text(accounts(alice=0, bob=100) + "\n[carol")
+        file.write_text(accounts(0, 100, "[erin"))
         await asyncio.to_thread(wait_for, "the mistake", lambda: events(server, "tinker_accounts_wrong"))
-        file.write_text(accounts(alice=0, bob=100))
-        await asyncio.to_thread(wait_for, "the new account", lambda: events(server, "tinker_accounts"))
-        async with Client(server.url, ALICE) as alice, Client(server.url, BOB) as bob:
-            await asyncio.gather(use(alice, 6), use(bob, 1))
+        before = read_again()
+        file.write_text(accounts(0, 100))
+        await asyncio.to_thread(wait_for, "the new account", lambda: read_again() > before)
+        async with Client(server.url, CAROL) as carol, Client(server.url, DAVE) as dave:
+            await asyncio.gather(use(carol, 6), use(dave, 1))
             async with asyncio.timeout(WAIT_S):
-                while not ((await bob.usage())["usd"] and (await alice.usage())["worker_s"]):
-                    await asyncio.sleep(0.1)
-            file.write_text(accounts(alice=0, bob=1e-9))
+                while not ((await dave.usage())["usd"] and (await carol.usage())["worker_s"]):
+                    await asyncio.sleep(0.02)
+            file.write_text(accounts(0, 1e-9))
             with pytest.raises(WindfallError, match="its limit is"):
-                await create_until_refused(bob)
-            await alice.create(rank=4)
-            return await alice.usage(), await bob.usage()
+                await create_until_refused(dave)
+            await carol.create(rank=4)
+            return await carol.usage(), await dave.usage()
 
-    alice, bob = asyncio.run(run())
-    assert alice["trained_tokens"] == 24
-    assert bob["trained_tokens"] == 4
-    assert alice["usd"] > bob["usd"] > 0
-    assert alice["calls"] > bob["calls"] > 4
+    carol, dave = asyncio.run(run())
+    assert carol["trained_tokens"] == 24
+    assert dave["trained_tokens"] == 4
+    assert carol["usd"] > dave["usd"] > 0
+    assert carol["calls"] > dave["calls"] > 4
 
 
-def test_the_bill_of_the_accounts_and_of_idle_time_is_that_of_the_run(server: InProcess) -> None:
-    server.stop()
-    wait_for("the bill", lambda: events(server, EVENT))
+def test_the_bill_of_the_accounts_and_of_idle_time_is_that_of_the_run(server: Server) -> None:
+    server.play(lambda server: server.restart())
     log = list(scan(server.folder / "events.jsonl"))
     bill = AccountBill.restored(log)
     bill.check()
     run = sum((bill_of(event) for event in log), Totals())
-    assert set(bill.parts) == {"alice", "bob"}
+    assert {"carol", "dave"} <= set(bill.parts)
     assert add(*run.holders.values()).total_usd == pytest.approx(
-        bill.idle.usd + bill.usd("alice") + bill.usd("bob"), rel=1e-9
+        bill.idle.usd + sum(part.usd for part in bill.parts.values()), rel=1e-9
     )
-    assert min(bill.idle.usd, bill.usd("alice"), bill.usd("bob")) > 0
+    assert min(bill.idle.usd, bill.usd("carol"), bill.usd("dave")) > 0
     shown = dict(summarize(log))
     assert shown["cost"].startswith(f"${run.all.total_usd:,.2f}, of it idle $")
-    assert shown["cost of alice"].startswith("$")
+    assert shown["cost of carol"].startswith("$")
 
 
 def test_top_shows_accounts_models_and_slots() -> None:

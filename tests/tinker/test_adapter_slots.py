@@ -8,6 +8,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.fairness import TrainerTurns
 from windfall.training import TrainerLost
 
 
@@ -20,7 +21,7 @@ class Link:
 
 class Resident:
     def __init__(self, id: str, said: list[str]) -> None:
-        self.id, self._said = id, said
+        self.id, self.account, self._said = id, "alice", said
 
     async def enter(self, trainer: Any) -> None:
         self._said.append(f"{self.id} enters")
@@ -44,7 +45,7 @@ def test_the_least_recently_used_model_is_saved_for_another_one() -> None:
     async def run() -> list[str]:
         said: list[str] = []
         of = trainers(["t0", "t1"])
-        slots, (a, b, c) = TrainSlots(of, ["t0", "t1"]), (Resident(name, said) for name in "abc")
+        slots, (a, b, c) = TrainSlots(of, ["t0", "t1"], TrainerTurns()), (Resident(name, said) for name in "abc")
         await of.ready()
         for model in (a, b, a, c, a, b):
             async with slots.hold(model):
@@ -58,7 +59,7 @@ def test_the_least_recently_used_model_is_saved_for_another_one() -> None:
 def test_a_model_waits_while_all_slots_are_in_use() -> None:
     async def run() -> None:
         of, said = trainers(["t0"]), list[str]()
-        slots, a, b = TrainSlots(of, ["t0"]), Resident("a", said), Resident("b", said)
+        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said), Resident("b", said)
         await of.ready()
 
         async def use_b() -> None:
@@ -81,7 +82,7 @@ def test_a_model_waits_while_all_slots_are_in_use() -> None:
 def test_a_new_trainer_has_empty_slots() -> None:
     async def run() -> None:
         of, said = trainers(["t0", "s0"]), list[str]()
-        train, a = TrainSlots(of, ["t0"]), Resident("a", said)
+        train, a = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said)
         loads: list[str] = []
 
         async def load(slot: str, folder: Path) -> None:
@@ -125,7 +126,7 @@ def test_live_weights_change_while_they_are_used() -> None:
 def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
     async def run() -> list[str]:
         of, said = trainers(["t0"]), list[str]()
-        slots, a, b = TrainSlots(of, ["t0"]), Resident("a", said), Resident("b", said)
+        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said), Resident("b", said)
         await of.ready()
 
         async def refuse(trainer: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from windfall.tinker import calls as c
 from windfall.tinker.call_log import CLONE, KEPT_S, CallLog, Entry
-from windfall.tinker.keys import ApiAccount
+from windfall.tinker.keys import ApiAccount, Keys
 from windfall.tinker.store import TinkerStore
 
 ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
@@ -30,7 +30,7 @@ def play(folder: Path, script: Callable[[TinkerStore], Awaitable[None]]) -> None
 
 def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, entries = CallLog(store), [entry(n) for n in range(300)]
+        log, entries = CallLog(store, Keys({})), [entry(n) for n in range(300)]
         for each in (*entries, entry(CLONE + 1)):
             log.add(each)
         assert log.open_calls("alice") == 301
@@ -48,7 +48,7 @@ def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
 
 def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, (seen, unseen, open_, repeated) = CallLog(store), map(entry, range(4))
+        log, (seen, unseen, open_, repeated) = CallLog(store, Keys({})), map(entry, range(4))
         for each in (seen, unseen, open_, repeated):
             log.add(each)
         await asyncio.gather(log.done(seen, DONE), log.done(unseen, DONE), log.done(repeated, DONE, repeated=True))
@@ -69,8 +69,8 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
         assert log.get(unseen.id) is None
 
     async def next_server(store: TinkerStore) -> None:
-        log = CallLog(store)
-        assert [e.id for e in log.restore()] == ["s/2", "s/3"]
+        log = CallLog(store, Keys({}))
+        assert [[e.id for e in found] for found in log.restore()] == [["s/2"], ["s/3"]]
         assert log.open_calls("alice") == 1
         again = log.get("s/3")
         assert again is not None
@@ -82,7 +82,7 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
 
 def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, huge = CallLog(store), entry(1 << 70)
+        log, huge = CallLog(store, Keys({})), entry(1 << 70)
         log.add(huge)
         assert huge.written is not None
         await asyncio.wait([huge.written, store.failed])

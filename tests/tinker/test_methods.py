@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import MODEL, InProcess, served
+from tests.support.tinker_server import MODEL, Server
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
@@ -26,7 +26,7 @@ TRACED = {"logprobs": 1, "weights": 1}
 class Clients:
     """The clients of one user, with a model and its saved weights."""
 
-    def __init__(self, server: InProcess) -> None:
+    def __init__(self, server: Server) -> None:
         self.where = {"base_url": server.url, "api_key": server.key}
         self.service = self.new_service()
         self.rest, self.admin = tinker.RestClient(**self.where), tinker.AdminClient(**self.where)
@@ -54,11 +54,10 @@ class Clients:
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
-    with served(tmp_path_factory.mktemp("server")) as server:
-        found = Clients(server)
-        yield found
-        found.service.close("success").result(60)
+def clients(server: Server) -> Iterator[Clients]:
+    found = Clients(server)
+    yield found
+    found.service.close("success").result(60)
 
 
 def prompt() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import MODEL, InProcess, served
+from tests.support.tinker_server import MODEL, Server
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
@@ -16,13 +16,7 @@ TEXT = [1, 7, 11, 5, 9]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
-    with served(tmp_path_factory.mktemp("server")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: InProcess) -> Iterator[Any]:
+def client(server: Server) -> Iterator[Any]:
     with tinker.ServiceClient(base_url=server.url, api_key=server.key) as found:
         yield found
 
@@ -92,20 +86,6 @@ def test_gradients_of_several_calls_add_up(client: Any) -> None:
     assert scored(together) == pytest.approx(scored(apart), abs=1e-4)
 
 
-def test_models_that_share_slots_train_as_if_alone(client: Any) -> None:
-    """There are two slots to train in."""
-    alone = [new_model(client, seed) for seed in range(3)]
-    expected = []
-    for each in alone:
-        trained(each, 2)
-        expected.append(scored(each))
-    together = [new_model(client, seed) for seed in range(3)]
-    for _ in range(2):
-        for each in together:
-            trained(each)
-    assert [scored(each) for each in together] == expected
-
-
 def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(client: Any) -> None:
     def negative(data: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return -sum(x.sum() for x in logprobs), {}
@@ -169,7 +149,7 @@ def test_a_copy_of_weights_outlives_them(client: Any, model: Any) -> None:
         rest.copy_weights(copy, "project", weights_access_token="x").result(60)
 
 
-def test_weights_whose_files_are_gone_are_refused(server: InProcess, client: Any, model: Any) -> None:
+def test_weights_whose_files_are_gone_are_refused(server: Server, client: Any, model: Any) -> None:
     path = model.save_state("lost").result(60).path
     (folder,) = server.folder.rglob("weights/lost-*")
     shutil.rmtree(folder)

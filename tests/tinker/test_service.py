@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.tinker_service import ALICE, BOB, Client, Server, contents, tinker_server
+from tests.support.tinker_server import ALICE, BOB, Client, Server, contents
 from windfall.tinker import calls as c
-from windfall.tinker import service as tinker_service
+from windfall.tinker import samplers
 from windfall.tinker.calls import Refusal
+from windfall.tinker.saved_weights import PARTS
 from windfall.training import Adam
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
-WAIT_S = 250
-Script = Callable[[Server], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Script], None]]:
-    """Plays a script on a server, which all tests share."""
-    loop, folder = asyncio.new_event_loop(), tmp_path_factory.mktemp("server")
-    ready: Future[Server] = Future()
-    ended = asyncio.Event()
-
-    async def main() -> None:
-        async with tinker_server(folder / "run") as server:
-            ready.set_result(server)
-            await ended.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    server = ready.result(WAIT_S)
-
-    async def run(script: Script) -> None:
-        async with asyncio.timeout(WAIT_S):
-            await script(server)
-
-    yield lambda script: asyncio.run_coroutine_threadsafe(run(script), loop).result()
-    loop.call_soon_threadsafe(ended.set)
-    thread.join(WAIT_S)
 
 
 def compared(results: list[Any]) -> list[Any]:
@@ -60,6 +33,11 @@ def compared(results: list[Any]) -> list[Any]:
             case _:
                 out.append(type(result))
     return out
+
+
+def saved_in(model: Path) -> list[Path]:
+    """The folders of saved weights of a model."""
+    return [path for part in PARTS.values() for path in (model / part).glob("*")]
 
 
 async def nothing() -> None:
@@ -84,34 +62,40 @@ async def loop(client: Client, between: Callable[[], Awaitable[None]] = nothing)
     results.append(await client.result(client.next(c.LoadWeights, path=path, optimizer=True)))
     results += [await client.result(client.gradient(IDS[0])), await client.result(client.update())]
     final = (await client.result(client.next(c.SaveWeights, name="final"))).path
-    return compared(results), contents(client.server.service.weights(client.account, final).folder)
+    return compared(results), contents(client.server.service.weights.folder(final))
 
 
-def test_kills_of_server_and_trainer_change_no_result(play: Callable[[Script], None]) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> tuple[list[Any], dict[str, bytes]]:
+    async def script(server: Server) -> tuple[list[Any], dict[str, bytes]]:
+        return await loop(await Client.open(server))
+
+    return server.play(script)
+
+
+def test_kills_of_server_and_trainer_change_no_result(server: Server, undisturbed: object) -> None:
     async def script(server: Server) -> None:
-        alone = await loop(await Client.open(server))
         faults = [server.kill, server.lose_trainer, server.restart] * 2
 
         async def between() -> None:
             await faults.pop()()
 
-        assert await loop(await Client.open(server), between) == alone
+        assert await loop(await Client.open(server), between) == undisturbed
         assert not faults
 
-    play(script)
+    server.play(script)
 
 
-def test_models_that_share_one_slot_are_as_if_each_was_alone(play: Callable[[Script], None]) -> None:
+@pytest.mark.slow
+def test_models_that_share_one_slot_are_as_if_each_was_alone(server: Server, undisturbed: object) -> None:
     async def script(server: Server) -> None:
         one, other = await Client.open(server), await Client.open(server, BOB)
-        assert server.service._train.full is False
-        found = await asyncio.gather(loop(one), loop(other))
-        assert found[0] == found[1] == await loop(await Client.open(server))
+        assert await asyncio.gather(loop(one), loop(other)) == [undisturbed] * 2
 
-    play(script)
+    server.play(script)
 
 
-def test_session_without_a_sign_of_life_leaves_named_weights_only(play: Callable[[Script], None]) -> None:
+def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server) -> None:
     async def script(server: Server) -> None:
         service, client = server.service, await Client.open(server)
         await client.result(client.gradient(IDS[0]))
@@ -120,58 +104,58 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(play: Callable
         unnamed = await client.result(client.next(c.SaveForSampler, sampler_seq=0))
         await client.result(client.next(c.SaveForSampler, sampler_seq=1, live=True))
         named = await client.result(client.next(c.SaveWeights, name="kept"))
-        model = service.models[client.model]
+        model = service.models.all[client.model]
         assert list(model.folder.glob("state-*"))
         late = await client.entry(client.next(c.OptimStepCall, adam=client.update().adam))
         waits = await client.entry(client.update())  # the number between them is missing
-        client.session.seen = 0.0
-        while client.session.id in service.sessions or not model.unloaded:
-            await asyncio.sleep(0.05)
+        while client.session.id in service.sessions.open or not model.unloaded:
+            client.session.seen = 0.0
+            await asyncio.sleep(0.02)
         assert isinstance(await server.outcome(late.id), c.CallFailed | c.Stepped)
         failed = await server.outcome(waits.id)
         assert "has ended" in failed.message
-        while len(left := [p for p in model.folder.rglob("*") if p.is_dir() and p.parent.parent == model.folder]) > 1:
-            await asyncio.sleep(0.05)
-        assert left == [service.weights(ALICE, named.path).folder]
+        kept = service.weights.folder(named.path)
+        while service.weights.folder(named.path).is_dir() and saved_in(model.folder) != [kept]:
+            await asyncio.sleep(0.02)
         assert not list(model.folder.glob("state-*"))
         with pytest.raises(Refusal, match="has ended") as ended:
-            service.heartbeat(ALICE, client.session.id)
+            service.sessions.get(ALICE, client.session.id)
         assert ended.value.status == 410
         for call in (client.sample(unnamed.sampler), client.update()):
             with pytest.raises(Refusal, match=r"has ended|was unloaded") as ended:
                 await service.submit(ALICE, call)
             assert ended.value.status == 410
-        again = await service.create_session(ALICE)
+        again = await service.sessions.create(ALICE)
         create = c.CreateModel(session=again.id, seq=0, base="", path=named.path, optimizer=True)
         assert (await server.result(create)).model == f"{again.id}:train:0"
         await server.kill()
-        assert server.service.weights(ALICE, named.path).folder.is_dir()
+        assert server.service.weights.folder(named.path).is_dir()
 
-    play(script)
+    server.play(script)
 
 
 def test_unnamed_weights_that_a_loop_has_left_behind_are_removed(
-    play: Callable[[Script], None], monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tinker_service, "KEPT_UNNAMED", 1)
+    monkeypatch.setattr(samplers, "KEPT_UNNAMED", 1)
 
     async def script(server: Server) -> None:
         service, client = server.service, await Client.open(server)
         saved = [(await client.result(client.next(c.SaveForSampler, sampler_seq=n))).sampler for n in range(4)]
-        folders = [service.samplers[id].newest() for id in saved]
+        folders = [service.samplers.all[id].newest() for id in saved]
         for id in (saved[0], saved[1], saved[3]):
-            service.samplers[id].used = 0.0
+            service.samplers.all[id].used = 0.0
         await client.result(client.sample(saved[1]))
-        while saved[0] in service.samplers or folders[0].is_dir():
+        while saved[0] in service.samplers.all or folders[0].is_dir():
             await asyncio.sleep(0.05)
         assert [folder.is_dir() for folder in folders] == [False, True, True, True]
         with pytest.raises(Refusal, match="save others with a name"):
             await service.submit(ALICE, client.sample(saved[0]))
 
-    play(script)
+    server.play(script)
 
 
-def test_account_cannot_use_what_another_one_has(play: Callable[[Script], None]) -> None:
+def test_account_cannot_use_what_another_one_has(server: Server) -> None:
     async def script(server: Server) -> None:
         service, client, bob = server.service, await Client.open(server), await Client.open(server, BOB)
         sampler = (await client.result(client.next(c.SaveForSampler, sampler_seq=0))).sampler
@@ -187,11 +171,11 @@ def test_account_cannot_use_what_another_one_has(play: Callable[[Script], None])
             lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
             lambda: service.outcome(BOB, entry.id, 0.0),
             lambda: service.completions(BOB, sampler, 0, 0, 0.0),
-            lambda: service.create_sampler(BOB, bob.session.id, 7, path=path),
-            lambda: service.create_sampler(BOB, client.session.id, 7, base="tiny"),
-            lambda: service.join_sampler(BOB, sampler),
-            lambda: service.delete(BOB, path),
-            lambda: service.change(BOB, path, public=True),
+            lambda: service.samplers.create(BOB, bob.session.id, 7, path=path),
+            lambda: service.samplers.create(BOB, client.session.id, 7, base="tiny"),
+            lambda: service.samplers.join(BOB, sampler),
+            lambda: service.weights.delete(BOB, path),
+            lambda: service.weights.change(BOB, path, public=True),
         ]
         for attempt in attempts:
             with pytest.raises(Refusal) as refused:
@@ -201,21 +185,21 @@ def test_account_cannot_use_what_another_one_has(play: Callable[[Script], None])
         assert "there are no weights" in failed.message
         held = await client.entry(client.sample(sampler, max_tokens=50))
         await service.cancel(BOB, held.id)
-        service.retrieved(BOB, [entry.id])
+        service.calls.retrieved(BOB, [entry.id])
         assert entry.retrieved is None
         assert isinstance(await server.outcome(held.id), c.Sampled)
-        assert client.session.id not in [s.id for s in service.sessions_of(BOB)]
-        assert client.model not in [m.id for m in service.models_of(BOB)]
-        assert path not in [p.path for p in service.checkpoints_of(BOB)]
-        await service.change(ALICE, path, public=True)
+        assert client.session.id not in [s.id for s in service.sessions.of(BOB)]
+        assert client.model not in [m.id for m in service.models.of(BOB)]
+        assert path not in [p.path for p in service.weights.of(BOB)]
+        await service.weights.change(ALICE, path, public=True)
         assert isinstance(await bob.result(bob.next(c.LoadWeights, path=path)), c.ModelReady)
         with pytest.raises(Refusal, match="belongs to another account"):
-            await service.delete(BOB, path)
+            await service.weights.delete(BOB, path)
 
-    play(script)
+    server.play(script)
 
 
-def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], None]) -> None:
+def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
     async def script(server: Server) -> None:
         service, client = server.service, await Client.open(server)
         known, context = service.terms.vocabulary, service.terms.context
@@ -231,7 +215,7 @@ def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], N
             failed = await client.result(call)
             assert isinstance(failed, c.CallFailed)
             assert why in failed.message
-        sampler = (await service.create_sampler(ALICE, client.session.id, 5, base="tiny")).id
+        sampler = (await service.samplers.create(ALICE, client.session.id, 5, base="tiny")).id
         for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
             with pytest.raises(Refusal, match=r"is not one of|at most") as refused:
                 await service.submit(ALICE, client.sample(sampler, prompt, **options))
@@ -241,26 +225,26 @@ def test_wrong_calls_fail_in_words_and_change_nothing(play: Callable[[Script], N
             with pytest.raises(Refusal, match="rank"):
                 await service.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
-        assert not server.running.done()
+        assert not server._serving.done()
 
-    play(script)
+    server.play(script)
 
 
-def test_many_calls_that_sample_wait_in_one_queue(play: Callable[[Script], None]) -> None:
+def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
     async def script(server: Server) -> None:
         client = await Client.open(server)
-        sampler = (await server.service.create_sampler(ALICE, client.session.id, 0, base="tiny")).id
-        calls = [client.sample(sampler, n=1, max_tokens=1, stop_texts=("never",) * (n % 2)) for n in range(600)]
+        sampler = (await server.service.samplers.create(ALICE, client.session.id, 0, base="tiny")).id
+        calls = [client.sample(sampler, n=1, max_tokens=1, stop_texts=("never",) * (n % 2)) for n in range(200)]
         entries = await asyncio.gather(*map(client.entry, calls))
-        assert len({entry.id for entry in entries}) == 600
+        assert len({entry.id for entry in entries}) == 200
         seen, cursor = set[str](), 0
-        while len(seen) < 600:
+        while len(seen) < 200:
             cursor, done = await server.service.completions(ALICE, sampler, 0, cursor, 5.0)
             assert seen.isdisjoint(entry.id for entry in done)
             seen |= {entry.id for entry in done}
-        assert server.service._calls.open_calls("alice") == 0
-        server.service.retrieved(ALICE, list(seen))
+        assert server.service.calls.open_calls("alice") == 0
+        server.service.calls.retrieved(ALICE, list(seen))
         assert not any(entry.result for entry in entries)
         assert isinstance(await server.outcome(entries[0].id), c.Sampled)  # from disk
 
-    play(script)
+    server.play(script)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
+from windfall.tinker.fairness import TrainerTurns
 from windfall.tinker.slots import Slots
 from windfall.training import TrainerLost
 
@@ -79,6 +80,8 @@ class SlotUser(Protocol):
 
     @property
     def id(self) -> str: ...
+    @property
+    def account(self) -> str: ...
     async def enter(self, trainer: RemoteTrainer) -> None:
         """Load its adapter, and repeat what is not in the last checkpoint."""
         ...
@@ -89,8 +92,8 @@ class SlotUser(Protocol):
 
 
 class TrainSlots:
-    def __init__(self, trainers: Trainers, names: Iterable[str]) -> None:
-        self._trainers, self._slots = trainers, Slots(names)
+    def __init__(self, trainers: Trainers, names: Iterable[str], turns: TrainerTurns) -> None:
+        self._trainers, self._slots, self._turns = trainers, Slots(names), turns
         self._loaded: dict[str, SlotUser] = {}
         """By slot: whose adapter the trainer has there."""
         self._freed = asyncio.Condition()
@@ -119,7 +122,8 @@ class TrainSlots:
             if self._loaded.get(slot.name) is not user:
                 before = self._loaded.get(slot.name)
                 if before is not None:
-                    with contextlib.suppress(WindfallError):  # what is not saved is repeated when it enters again
+                    # What cannot be saved is repeated when it enters again.
+                    with contextlib.suppress(WindfallError), self._turns.paid_by(before.account):
                         await before.leave(trainer)
                     self._loaded.pop(slot.name, None)
                 await user.enter(trainer)

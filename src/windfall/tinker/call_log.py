@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from windfall.tinker import calls as c
-from windfall.tinker.keys import ApiAccount
+from windfall.tinker.keys import ApiAccount, Keys
 from windfall.tinker.store import Statement, TinkerStore
 
 KEPT_S = 600.0
@@ -57,9 +58,19 @@ class Entry:
     task: asyncio.Task[None] | None = None
 
 
+def call_id(owner: str, seq: int) -> str:
+    """The id of a call of a model or a sampler.
+
+    >>> call_id("s:train:0", 3)
+    's:train:0/3'
+    """
+    return f"{owner}/{seq}"
+
+
 class CallLog:
-    def __init__(self, store: TinkerStore) -> None:
-        self._store = store
+    def __init__(self, store: TinkerStore, keys: Keys) -> None:
+        """`keys`: count what accounts have used."""
+        self._store, self._keys = store, keys
         self._entries: dict[str, Entry] = {}
         self._open: Counter[str] = Counter()
         """By account: calls without a result."""
@@ -68,19 +79,20 @@ class CallLog:
         self._news: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._last_done = 0.0
 
-    def restore(self) -> list[Entry]:
-        """Read all calls. Returns those without a result, and those that a model may repeat, in their order."""
-        now, found = time.time(), list[Entry]()
+    def restore(self) -> tuple[list[Entry], list[Entry]]:
+        """Read all calls. Returns those without a result, and those that a model may repeat, both in their order."""
+        now, open_, repeated = time.time(), list[Entry](), list[Entry]()
         for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
             body, size, failed = row.pop("body"), row.pop("size"), bool(row.pop("failed"))
             call = c.decode_call(body) if body else None
             entry = Entry(**row, call=call, failed=failed, size=size or 0)
             self._entries[entry.id] = entry
-            if entry.call is not None:
-                found.append(entry)
             if entry.done is None:
+                open_.append(entry)
                 self._open[entry.account] += 1
                 continue
+            if entry.call is not None:
+                repeated.append(entry)
             entry.event.set()
             entry.retrieved = now  # it may have been: clients ask at once, so they have KEPT_S for it
             self._last_done = max(self._last_done, entry.done)
@@ -88,7 +100,7 @@ class CallLog:
                 self._completed[_key(entry)].append(entry)
         for entries in self._completed.values():
             entries.sort(key=_cursor)
-        return found
+        return open_, repeated
 
     def get(self, id: str) -> Entry | None:
         return self._entries.get(id)
@@ -138,12 +150,30 @@ class CallLog:
         sql = f"update call set done = ?, failed = ?, result = ?, body = {body} where id = ?"
         if not repeated:
             entry.call = None
-        await self._store.write((sql, (entry.done, int(entry.failed), entry.result, entry.id)), *statements)
+        self._keys.count(entry.account, calls=1)
+        account = self._store.put("account", name=entry.account, usage=json.dumps(self._keys.usage(entry.account)))
+        update = (sql, (entry.done, int(entry.failed), entry.result, entry.id))
+        written = self._store.write(update, account, *statements)
+        written.add_done_callback(lambda _: self._announce(entry, written))  # also if who waits here is canceled
+        await asyncio.shield(written)
+
+    def _announce(self, entry: Entry, written: asyncio.Future[None]) -> None:
+        """The result of a call is on disk."""
+        if written.exception() is not None:
+            return  # the store ends the server
         self._open[entry.account] -= 1
         entry.event.set()
         if entry.sampler:
             self._completed[_key(entry)].append(entry)
             self._news[_key(entry)].set()
+
+    async def fail(self, entries: Iterable[Entry], why: str) -> None:
+        """Calls that are not performed any more."""
+        entries = [entry for entry in entries if entry.done is None]
+        for entry in entries:
+            if entry.task is not None:
+                entry.task.cancel()
+        await asyncio.gather(*(self.done(entry, c.CallFailed(message=why)) for entry in entries))
 
     async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.CallFailed | None:
         """What came of a call; waits for it for at most `wait_s`. None: nothing yet."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -118,6 +118,21 @@ class TrainerTurns:
             self._used[turn.account] = self._used.get(turn.account, 0.0) + used
             self._recent[turn.account] = self.recent_s(turn.account) + used, now
             turn.counted_s = now
+
+    @contextlib.contextmanager
+    def paid_by(self, account: str) -> Iterator[None]:
+        """The present turn does work for this account meanwhile."""
+        if (turn := self._turn) is None:
+            yield
+            return
+        self._count()
+        before, turn.account = turn.account, account
+        try:
+            yield
+        finally:
+            if self._turn is turn:
+                self._count()
+            turn.account = before
 
     def recent_s(self, account: str) -> float:
         """Seconds that an account used of late; those of a minute ago count half."""

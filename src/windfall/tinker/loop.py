@@ -25,11 +25,13 @@ from windfall.recipe.sections import Recipe
 from windfall.tinker import keys
 from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.bill import AccountBill
+from windfall.tinker.call_log import CallLog
 from windfall.tinker.calls import LoraSpec
 from windfall.tinker.command import BASE
+from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.report import ServerReport
-from windfall.tinker.sampler import FleetSampler
-from windfall.tinker.service import ServerTerms, TinkerService
+from windfall.tinker.service import TinkerService
+from windfall.tinker.shared import ServerTerms, Shared
 from windfall.tinker.store import TinkerStore
 from windfall.tinker.wire.server import TinkerServer
 from windfall.training import AdapterSpec, CheckpointState
@@ -59,7 +61,7 @@ class TinkerLoop:
                     folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
                     reached = network.in_url("127.0.0.1" if host in ALL_INTERFACES else host)
                     report.url = url = f"{'https' if context else 'http'}://{reached}:{port}"
-                    models = sum(1 for model in service.models.values() if not model.unloaded)
+                    models = sum(1 for model in service.models.all.values() if not model.unloaded)
                     life.events.instant("tinker_ready", serves=url, base=service.terms.base, models=models)
                     await life.unless_stopped(run_until_first(service.run(), report.run()))
                 finally:
@@ -89,14 +91,18 @@ class TinkerLoop:
         )
         self._store = store = TinkerStore(self.folder)
         try:
-            train, sample = TrainSlots(trainers, self._train), SampleSlots(trainers, self._sample, self._load)
+            sample = SampleSlots(trainers, self._sample, self._load)
             self._version = self._read_version(store)
             await trainers.ready()
-            sampler = self._sampler(text(BASE))
+            sampler, accounts = self._sampler(text(BASE)), keys.load(self.section.accounts, self.folder)
+            shared = Shared(
+                store=store, keys=accounts, calls=CallLog(store, accounts), terms=self._terms(), trainers=trainers,
+                log=life.events.instant,
+            )  # fmt: skip
             service = TinkerService(
-                self.folder / "tinker", store, keys.load(self.section.accounts, self.folder), self._terms(), trainers,
-                train, sample, sampler, base_policy=BASE, save_updates=self.section.save_updates,
-                log=life.events.instant, progress=lambda calls: life.events.scalar("tinker", step=calls),
+                self.folder / "tinker", shared, TrainSlots(trainers, self._train, shared.turns), sample, sampler,
+                base_policy=BASE, save_updates=self.section.save_updates,
+                progress=lambda calls: life.events.scalar("tinker", step=calls),
             )  # fmt: skip
             service.restore()
             service.bill = await asyncio.to_thread(lambda: AccountBill.restored(scan(life.events.path)))

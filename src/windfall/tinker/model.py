@@ -30,7 +30,7 @@ Changing = c.ForwardBackwardCall | c.OptimStepCall | c.LoadWeights
 
 
 class ModelRecords(Protocol):
-    """What a model needs of the service."""
+    """What a model needs of the records of the service."""
 
     def checkpoint_folder(self, path: str) -> Path:
         """The folder of saved weights. Raises WindfallError if there are none."""
@@ -53,7 +53,7 @@ class TrainedModel:
     created: float
     folder: Path
     """Where everything of the model is saved."""
-    journal: ModelRecords
+    records: ModelRecords
     saved_seq: int = 0
     """Its last checkpoint covers the calls up to this one."""
     checkpoint: Path | None = None
@@ -97,7 +97,7 @@ class TrainedModel:
 
     async def leave(self, trainer: RemoteTrainer) -> None:
         if self._changed_seq > self.saved_seq:
-            await self._save_state(trainer)
+            await self.save_state(trainer)
 
     # calls
 
@@ -121,16 +121,15 @@ class TrainedModel:
             case c.LoadWeights():
                 if call.seq > self.saved_seq:  # otherwise, the server was killed before it was recorded as performed
                     await self._change(trainer, call)
-                    await self._save_state(trainer)  # the weights that were loaded may be deleted before a restart
+                    await self.save_state(trainer)  # the weights that were loaded may be deleted before a restart
                 return c.ModelReady(model=self.id, path=call.path)
             case c.SaveWeights() | c.SaveForSampler() | c.RefusedCall():
                 raise AssertionError("the service does these")
 
-    async def settle(self, trainer: RemoteTrainer, updates: int) -> None:
-        """Write a checkpoint if one is due: after so many `updates`, or after much work. The calls that it covers must
-        be recorded as performed: a restart would repeat the others."""
-        if self._changed_seq > self.saved_seq and (self._updates >= updates or self._work_s >= SAVE_S):
-            await self._save_state(trainer)
+    def is_due(self, updates: int) -> bool:
+        """Whether a checkpoint is to be written: after so many `updates`, or after much work. The calls that it covers
+        must be recorded as performed: a restart would repeat the others."""
+        return self._changed_seq > self.saved_seq and (self._updates >= updates or self._work_s >= SAVE_S)
 
     async def save(self, trainer: RemoteTrainer, folder: Path, *, optimizer: bool) -> None:
         """Write the present weights into a folder. What is in it was written by a server that was killed before it
@@ -148,13 +147,13 @@ class TrainedModel:
                 done = await trainer.optim_step(adam=call.adam, id=self._id(call))
                 self._changed_seq, self._updates = call.seq, self._updates + 1
             case c.LoadWeights():
-                folder = self.journal.checkpoint_folder(call.path)
+                folder = self.records.checkpoint_folder(call.path)
                 await trainer.load_adapter(self.adapter, str(folder), optimizer=call.optimizer, id=self._id(call))
                 self._changed_seq = call.seq
         self._work_s += time.monotonic() - began
         return done
 
-    async def _save_state(self, trainer: RemoteTrainer) -> None:
+    async def save_state(self, trainer: RemoteTrainer) -> None:
         """Write a checkpoint, and remove the one before it."""
         before, folder = self.checkpoint, self.folder / f"state-{self._changed_seq}"
         await self.save(trainer, folder, optimizer=True)
@@ -164,7 +163,7 @@ class TrainedModel:
             if entry.seq <= self.saved_seq:
                 entry.call = None
         self.since = [entry for entry in self.since if entry.call is not None]
-        await self.journal.saved(self)
+        await self.records.saved(self)
         if before is not None and before.parent == self.folder and before != folder:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
 

@@ -10,8 +10,8 @@ from typing import Any
 from windfall.controller.assembly import ControllerLife
 from windfall.errors import WindfallError
 from windfall.tinker.bill import EVENT
+from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.model import TrainedModel
-from windfall.tinker.sampler import FleetSampler
 from windfall.tinker.service import TinkerService
 
 EVERY_S = 1.0
@@ -48,7 +48,7 @@ class ServerReport:
     def charge(self) -> None:
         """Charge what was used since the last time."""
         totals = self._life.dispatch.accounts.totals(asyncio.get_running_loop().time())
-        self._service.bill.charge(totals, self._service.turns.take(), self._sampler.take_work())
+        self._service.bill.charge(totals, self._service.shared.turns.take(), self._sampler.take_work())
 
     def write(self) -> None:
         """Write the bill since the last time into the log, and how the bill of the run is split."""
@@ -71,9 +71,9 @@ class ServerReport:
         service = self._service
         (then_s, before), (now_s, now) = self._sums[0], self._sums[-1]
         s = max(EVERY_S, now_s - then_s)
-        models = [self._model(model) for model in service.models.values() if not model.unloaded]
+        models = [self._model(model) for model in service.models.all.values() if not model.unloaded]
         return {
-            "url": self.url, "base": service.terms.base, "sessions": len(service.sessions), "models": models,
+            "url": self.url, "base": service.terms.base, "sessions": len(service.sessions.open), "models": models,
             "accounts": {name: self._account(name) for name in self._names()},
             "bill": {**service.bill.to_fields(), "usd": service.bill.total.usd},
             **{rate: (now[name] - before[name]) / s for name, rate in RATES.items()},
@@ -81,7 +81,7 @@ class ServerReport:
 
     def _model(self, m: TrainedModel) -> dict[str, Any]:
         return {
-            "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.slot_of(m),
+            "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.models.slot_of(m),
             "calls": m.next_seq - 1, "waiting": len(m.waiting),
         }  # fmt: skip
 
@@ -92,8 +92,8 @@ class ServerReport:
     def _account(self, name: str) -> dict[str, Any]:
         service = self._service
         return {
-            "sessions": sum(session.account == name for session in service.sessions.values()),
-            "models": sum(m.account == name and not m.unloaded for m in service.models.values()),
+            "sessions": sum(session.account == name for session in service.sessions.open.values()),
+            "models": sum(m.account == name and not m.unloaded for m in service.models.all.values()),
             "open_calls": service.keys.open_calls(name),
             **service.keys.usage(name),
         }

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from windfall.tinker.keys import ApiAccount
     from windfall.tinker.service import TinkerService
 
+WAIT_S = 30.0
+"""Seconds for which a request for a result waits. The SDK gives up after 45."""
 MSGPACK = "application/msgpack"
 FAILED = "windfall-failed"
 """Header of a result that is a CallFailed."""
@@ -36,8 +38,8 @@ class NewSampler(msgspec.Struct):
 
 
 class NativeRequests:
-    def __init__(self, service: TinkerService, *, wait_s: float) -> None:
-        self._service, self._wait_s = service, wait_s
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
 
     def routes(self) -> dict[str, Callable[[ApiAccount, web.Request, bytes], Awaitable[Any]]]:
         return {
@@ -58,20 +60,20 @@ class NativeRequests:
 
     async def _outcome(self, account: ApiAccount, request: web.Request, body: bytes) -> web.Response:
         id = request.match_info["request"]
-        match await self._service.outcome(account, id, self._wait_s):
+        match await self._service.outcome(account, id, WAIT_S):
             case c.Pending():
                 return web.Response(status=204)
             case c.CallFailed() as failed:
-                self._service.retrieved(account, [id])
+                self._service.calls.retrieved(account, [id])
                 return web.Response(body=c.encode(failed), content_type=MSGPACK, headers={FAILED: "1"})
             case c.Done(result=result):
-                self._service.retrieved(account, [id])
+                self._service.calls.retrieved(account, [id])
                 return web.Response(body=c.encode(result), content_type=MSGPACK)
 
     async def _sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         asked = f.read(body, NewSampler)
         base = "" if asked.path else self._service.terms.base
-        found = await self._service.create_sampler(account, asked.session, asked.seq, path=asked.path, base=base)
+        found = await self._service.samplers.create(account, asked.session, asked.seq, path=asked.path, base=base)
         return {"sampler": found.id}
 
     async def _about(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:

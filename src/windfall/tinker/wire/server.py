@@ -25,10 +25,9 @@ from aiohttp import web
 from windfall.link.listener import Listener
 from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
-from windfall.tinker.wire import answers, listings, messages, requests, samples
+from windfall.tinker.wire import answers, listings, messages, native, requests, samples
 from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.bodies import MAX_BODY_BYTES, BodyReader, zstd
-from windfall.tinker.wire.native import NativeRequests
 
 if TYPE_CHECKING:
     from windfall.tinker.call_log import Entry
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from windfall.tinker.service import TinkerService
 
 API = "/api/v1"
-WAIT_S = 30.0
-"""Seconds for which a request for a result waits. The SDK gives up after 45."""
 INLINE_BYTES = 1 << 20
 """A larger result is announced with its size first, so that a client can wait until it has memory for it."""
 CLOSE_S = 1.0
@@ -67,8 +64,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class TinkerServer:
-    def __init__(self, service: TinkerService, *, wait_s: float = WAIT_S, bodies: BodyReader | None = None) -> None:
-        self._service, self._wait_s, self._bodies = service, wait_s, bodies or BodyReader()
+    def __init__(self, service: TinkerService) -> None:
+        self._service, self._bodies = service, BodyReader()
         self._thread = ThreadPoolExecutor(1, "tinker bodies")
         """Reads large bodies, so that they do not hold up the event loop."""
         self._listener: Listener | None = None
@@ -123,7 +120,7 @@ class TinkerServer:
             f"PUT {weights}/ttl": self._set_ttl,
             f"POST {weights}/publish": partial(self._publish, True),
             f"DELETE {weights}/publish": partial(self._publish, False),
-            **NativeRequests(self._service, wait_s=self._wait_s).routes(),
+            **native.NativeRequests(self._service).routes(),
         }
 
     async def listen(self, host: str, port: int, fix: str, ssl: SSLContext | None = None) -> int:
@@ -164,7 +161,7 @@ class TinkerServer:
     def _account(self, request: web.Request) -> ApiAccount:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        account = self._service.account(request.headers.get("X-API-Key") or bearer)
+        account = self._service.keys.account(request.headers.get("X-API-Key") or bearer)
         if self._listener is not None:
             self._listener.authenticated(request.transport)
         return account
@@ -201,7 +198,7 @@ class TinkerServer:
 
     async def _create_session(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         fields = f.read(body, f.CreateSession)
-        session = await self._service.create_session(
+        session = await self._service.sessions.create(
             account,
             tags=fields.tags,
             metadata=fields.user_metadata,
@@ -214,25 +211,25 @@ class TinkerServer:
         return answer
 
     async def _heartbeat(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        self._service.heartbeat(account, f.read(body, f.SessionBody).session_id)
+        self._service.sessions.get(account, f.read(body, f.SessionBody).session_id)
         return {"type": "session_heartbeat"}
 
     async def _sessions(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        found, _ = listings.page(self._service.sessions_of(account), request.query, limit=20)
+        found, _ = listings.page(self._service.sessions.of(account), request.query, limit=20)
         return {"sessions": [session.id for session in found]}
 
     async def _search(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         search = f.read(body, f.SearchBody)
         if search.project_ids or (search.owner or {}).get("type", "own") == "user":
             raise Refusal(400, "sessions are searched by session_id, display_name, user_metadata and status only")
-        found = [session for session in self._service.sessions_of(account) if listings.matches(session, search)]
+        found = [session for session in self._service.sessions.of(account) if listings.matches(session, search)]
         if search.cursor is not None:
             ids = [session.id for session in found]
             last = search.cursor.get("last_session_id", "")
             if last not in ids:
                 raise Refusal(400, "cursor: its session has ended. Search from the beginning.")
             found = found[ids.index(last) + 1 :]
-        some, saved = found[: search.limit], self._service.checkpoints_of(account)
+        some, saved = found[: search.limit], self._service.weights.of(account)
         sessions = [self._models_of(account, session.id) for session in some]
         counts = [sum(1 for p in saved if p.model in models) for models in sessions]
         answer: dict[str, Any] = {"sessions": [listings.session(s, n) for s, n in zip(some, counts, strict=True)]}
@@ -242,11 +239,11 @@ class TinkerServer:
         return answer
 
     def _models_of(self, account: ApiAccount, session: str) -> list[str]:
-        return [model.id for model in self._service.models_of(account) if model.session == session]
+        return [model.id for model in self._service.models.of(account) if model.session == session]
 
     async def _session(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        session = self._service.session(account, request.match_info["session"])
-        samplers = [sampler.id for sampler in self._service.samplers.values() if sampler.session == session.id]
+        session = self._service.sessions.get(account, request.match_info["session"])
+        samplers = [sampler.id for sampler in self._service.samplers.all.values() if sampler.session == session.id]
         return {
             "training_run_ids": self._models_of(account, session.id),
             "sampler_ids": samplers,
@@ -257,7 +254,7 @@ class TinkerServer:
     async def _finish(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         f.read(body, f.FinishBody)
         try:
-            await self._service.end_session(self._service.session(account, request.match_info["session"]))
+            await self._service.end_session(self._service.sessions.get(account, request.match_info["session"]))
         except Refusal as e:
             if e.status != 410:  # it has ended before
                 raise
@@ -287,13 +284,13 @@ class TinkerServer:
 
     async def _retrieve(self, account: ApiAccount, request: web.Request, body: bytes) -> web.Response:
         fields = f.read(body, f.RetrieveBody)
-        outcome = await self._service.outcome(account, fields.request_id, self._wait_s)
+        outcome = await self._service.outcome(account, fields.request_id, native.WAIT_S)
         if isinstance(outcome, c.Pending):
             return web.json_response(answers.pending(fields.request_id, outcome), status=408)
         if isinstance(outcome, c.Done) and fields.allow_metadata_only and outcome.size > INLINE_BYTES:
             size = {"response_payload_size": outcome.size}
             return web.json_response({"status": "complete_metadata", "request_id": fields.request_id} | size)
-        self._service.retrieved(account, [fields.request_id])
+        self._service.calls.retrieved(account, [fields.request_id])
         if isinstance(outcome, c.CallFailed):
             return web.json_response(answers.failed(outcome))
         answer = answers.of(outcome.result)
@@ -306,8 +303,8 @@ class TinkerServer:
         target = fields.target
         if target.type != "sampling_session":
             raise Refusal(400, f"target.type: {target.type[:100]!r} is not known. Known: sampling_session.")
-        self._service.retrieved(account, fields.retrieved_request_ids)
-        wait_s = self._wait_s if fields.timeout is None else min(self._wait_s, fields.timeout)
+        self._service.calls.retrieved(account, fields.retrieved_request_ids)
+        wait_s = native.WAIT_S if fields.timeout is None else min(native.WAIT_S, fields.timeout)
         cursor, found = await self._service.completions(
             account, target.sampling_session_id, target.cloned_sampler_id, fields.prev_cursor, wait_s
         )
@@ -323,7 +320,7 @@ class TinkerServer:
         fields = f.read(body, f.CreateSampler)
         if not fields.model_path and not fields.base_model:
             raise Refusal(400, "expected model_path or base_model")
-        sampler = await self._service.create_sampler(
+        sampler = await self._service.samplers.create(
             account,
             fields.session_id,
             fields.sampling_session_seq_id,
@@ -333,24 +330,24 @@ class TinkerServer:
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     async def _join_sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        number = await self._service.join_sampler(account, f.read(body, f.SamplerBody).sampling_session_id)
+        number = await self._service.samplers.join(account, f.read(body, f.SamplerBody).sampling_session_id)
         return {"type": "join_sampling_session", "client_counter": number}
 
     async def _sampler(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        sampler = self._service.sampler(account, request.match_info["sampler"])
+        sampler = self._service.samplers.get(account, request.match_info["sampler"])
         return {"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None}
 
     # models and their weights
 
     async def _info(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        model = self._service.model(account, f.read(body, f.ModelBody).model_id)
+        model = self._service.models.get(account, f.read(body, f.ModelBody).model_id)
         data = {"model_name": model.base, "tokenizer_id": self._service.terms.tokenizer}
         lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": model.base}
         return {"type": "get_info", "model_id": model.id, "model_data": data} | lora
 
     async def _weights_info(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        found = self._service.weights(account, f.read(body, f.PathBody).tinker_path)
-        model = self._service.models[found.model]
+        found = self._service.weights.get(account.name, f.read(body, f.PathBody).tinker_path)
+        model = self._service.models.all[found.model]
         return listings.weights(model.base, model.spec)
 
     async def _copy(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
@@ -359,45 +356,45 @@ class TinkerServer:
         requests.check_token(fields.weights_access_token or request.headers.get("X-Tinker-Weights-Access-Token"))
         expires_s = None if fields.ttl_seconds is None else float(fields.ttl_seconds)
         key = request.headers.get("X-Idempotency-Key", "")
-        copy = await self._service.copy(account, fields.source_path, expires_s=expires_s, key=key)
+        copy = await self._service.models.copy(account, fields.source_path, expires_s=expires_s, key=key)
         return {"tinker_path": copy.path}
 
     async def _training_runs(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
-        found, cursor = listings.page(self._service.models_of(account), request.query, limit=20)
+        found, cursor = listings.page(self._service.models.of(account), request.query, limit=20)
         return {"training_runs": [self._run(account, model.id) for model in found], "cursor": cursor}
 
     async def _training_run(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         return self._run(account, request.match_info["model"])
 
     def _run(self, account: ApiAccount, id: str) -> dict[str, Any]:
-        return listings.training_run(self._service.model(account, id), self._service.checkpoints_of(account, id))
+        return listings.training_run(self._service.models.get(account, id), self._service.weights.of(account, id))
 
     async def _checkpoints_of_model(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        model = self._service.model(account, request.match_info["model"])
-        found = self._service.checkpoints_of(account, model.id)
+        model = self._service.models.get(account, request.match_info["model"])
+        found = self._service.weights.of(account, model.id)
         return {"checkpoints": [listings.checkpoint(p) for p in found]}
 
     async def _checkpoints(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
-        found, cursor = listings.page(self._service.checkpoints_of(account), request.query, limit=100)
+        found, cursor = listings.page(self._service.weights.of(account), request.query, limit=100)
         return {"checkpoints": [listings.checkpoint(p) for p in found], "cursor": cursor}
 
     async def _storage(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         _check_project(request.query)
-        return {"data": [listings.storage(account.name, self._service.checkpoints_of(account))]}
+        return {"data": [listings.storage(account.name, self._service.weights.of(account))]}
 
     async def _delete(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        await self._service.delete(account, _path(request))
+        await self._service.weights.delete(account, _path(request))
         return {}
 
     async def _set_ttl(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
         ttl_s = f.read(body, f.TtlBody).ttl_seconds
-        await self._service.change(account, _path(request), expires_s=None if ttl_s is None else float(ttl_s))
+        await self._service.weights.change(account, _path(request), expires_s=None if ttl_s is None else float(ttl_s))
         return {}
 
     async def _publish(self, public: bool, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:
-        await self._service.change(account, _path(request), public=public)
+        await self._service.weights.change(account, _path(request), public=public)
         return {}
 
 

@@ -1,0 +1,196 @@
+"""Samplers of clients, and their calls: each is performed at once, together with others.
+
+Rule: a loop that saves unnamed weights with every step does not fill the disk. What it has left behind is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from windfall.errors import WindfallError
+from windfall.tinker import calls as c
+from windfall.tinker.adapter_slots import SampleSlots
+from windfall.tinker.call_log import Entry, call_id
+from windfall.tinker.calls import Refusal
+from windfall.tinker.fleet_sampler import FleetSampler
+from windfall.tinker.keys import ApiAccount
+from windfall.tinker.records import Sampler
+from windfall.tinker.saved_weights import SavedWeights
+from windfall.tinker.sessions import Sessions
+from windfall.tinker.shared import Attempts, Shared
+from windfall.tinker.store import Statement
+from windfall.training import TrainerLost
+
+KEPT_UNNAMED, UNUSED_S = 16, 3600.0
+"""Unnamed weights to sample from stay for this many saves of a model, and for as long after their last call."""
+
+
+class Samplers:
+    def __init__(
+        self, shared: Shared, sessions: Sessions, weights: SavedWeights, slots: SampleSlots, fleet: FleetSampler, *,
+        base_policy: str,
+    ) -> None:  # fmt: skip
+        """`base_policy`: the policy without an adapter."""
+        self._shared, self._sessions, self._weights, self._slots = shared, sessions, weights, slots
+        self._fleet, self._base_policy = fleet, base_policy
+        self.all: dict[str, Sampler] = {}
+        self._live: dict[str, Path] = {}
+        """By model: its newest live weights."""
+        weights.used.append(lambda: [sampler.folder for sampler in self.all.values()])
+
+    def restore(self) -> None:
+        for row in self._shared.store.rows("select * from sampler"):
+            self.all[row["id"]] = found = Sampler.read(row)
+            if found.key.startswith("live/") and found.folder is not None:
+                self._live[found.key.removeprefix("live/")] = found.folder
+
+    async def create(self, account: ApiAccount, session: str, seq: int, *, path: str = "", base: str = "") -> Sampler:
+        """A sampling session for saved weights or for the base. The same number is the same one."""
+        terms, id = self._shared.terms, f"{self._sessions.get(account, session).id}:sample:{seq}"
+        if (found := self.all.get(id)) is not None:
+            return found
+        sampler = Sampler(id=id, account=account.name, session=session, created=time.time(), base=terms.base)
+        if path:
+            sampler.path, sampler.folder = path, self._weights.get(account.name, path).folder
+            sampler.key = str(sampler.folder)
+        else:
+            terms.check_base(base)
+        self.all[id] = sampler
+        await self._shared.store.write(sampler.row())
+        return sampler
+
+    def get(self, account: ApiAccount, id: str) -> Sampler:
+        """Raises Refusal; 410 if its session has ended."""
+        found = self.all.get(id)
+        if found is None or found.account != account.name:
+            self._sessions.get(account, id.partition(":")[0])
+            kept = f"Weights without a name are kept for the newest {KEPT_UNNAMED} saves of a model, and for an hour"
+            raise Refusal(404, f"there is no sampling session {id!r}. {kept}; save others with a name.")
+        return found
+
+    async def join(self, account: ApiAccount, id: str) -> int:
+        """The number of a new clone of a sampler's client: its calls have numbers of their own."""
+        found = self.get(account, id)
+        found.clones += 1
+        clone = found.clones
+        await self._shared.store.write(found.row())
+        return clone
+
+    async def saved(
+        self, call: c.SaveForSampler, session: str, account: str, folder: Path
+    ) -> tuple[Sampler, list[Statement], set[Path]]:
+        """A sampler of weights that were saved without a name. Returns it, what to write down, and folders that may be
+        removed then."""
+        seq = call.seq if call.sampler_seq is None else call.sampler_seq
+        sampler = Sampler(
+            id=f"{session}:sample:{seq}", account=account, session=session, created=time.time(), folder=folder,
+            key=f"live/{call.model}" if call.live else str(folder), base=self._shared.terms.base,
+        )  # fmt: skip
+        samplers, replaced = [sampler], set[Path]()
+        if call.live:
+            samplers += [each for each in self.all.values() if each.key == sampler.key and each.id != sampler.id]
+            await self._slots.changed(sampler.key, folder)
+            if (live := self._live.get(call.model)) is not None:
+                replaced.add(live)
+            self._live[call.model] = folder
+        for each in samplers:
+            each.folder = folder
+        self.all[sampler.id] = sampler
+        return sampler, [each.row() for each in samplers], replaced
+
+    # the end
+
+    async def end_session(self, session: str, why: str) -> None:
+        """Drop those of a session. `why`: for their open calls."""
+        await self._drop([sampler for sampler in self.all.values() if sampler.session == session], why)
+
+    async def drop_outdated(self, now: float) -> None:
+        """Drop those of unnamed weights that a loop has left behind: it saves new ones with every step."""
+        unnamed = defaultdict[Path, list[Sampler]](list)
+        for sampler in self.all.values():
+            if sampler.folder is not None and not sampler.path and sampler.key == str(sampler.folder):
+                unnamed[sampler.folder.parent].append(sampler)
+        newest_first = (sorted(of_model, key=lambda s: -s.created) for of_model in unnamed.values())
+        outdated = [s for found in newest_first for s in found[KEPT_UNNAMED:] if now - s.used > UNUSED_S]
+        await self._drop(outdated, "its weights, which have no name, are older than an hour")
+
+    async def _drop(self, samplers: Sequence[Sampler], why: str) -> None:
+        ids = [sampler.id for sampler in samplers]
+        for id in ids:
+            self.all.pop(id, None)
+        calls = self._shared.calls
+        await calls.fail(calls.of(ids), why)
+        for id in ids:
+            calls.drop_sampler(id)
+        await self._shared.store.write(*(("delete from sampler where id = ?", (id,)) for id in ids))
+        await self._weights.discard({sampler.folder for sampler in samplers if sampler.folder is not None})
+
+    # calls
+
+    def entry(self, account: ApiAccount, call: c.SampleCall) -> Entry:
+        """The call, or the one that was made before with its number. Raises Refusal."""
+        sampler = self.get(account, call.sampler)
+        id = call_id(sampler.id, call.seq)
+        if (found := self._shared.calls.get(id)) is not None:
+            return found
+        self._shared.keys.check_calls(account)
+        if why := self._fleet.check(call):
+            raise Refusal(400, why)
+        sampler.used = time.time()
+        return Entry(id=id, account=account.name, sampler=sampler.id, seq=call.seq, call=call, created=sampler.used)
+
+    async def perform(self, entry: Entry, call: c.SampleCall) -> None:
+        attempts, shared = Attempts(), self._shared
+        while entry.done is None:
+            try:
+                sampler = self.all.get(entry.sampler)
+                if sampler is None:
+                    raise WindfallError(f"the sampling session {entry.sampler} has ended")
+                await shared.trainers.ready()
+                result = await self._sampled(sampler, entry, call)
+            except WindfallError as e:
+                await shared.calls.done(entry, c.CallFailed(message=str(e)))
+            except TrainerLost as e:
+                if why := attempts.exhausted(e):
+                    await shared.calls.done(entry, c.CallFailed(message=why, user=False))
+                await shared.trainers.lost(e)
+            else:
+                tokens = sum(len(sequence.tokens) for sequence in result.sequences)
+                shared.keys.count(entry.account, sampled_tokens=tokens, prompt_tokens=len(call.prompt))
+                await shared.calls.done(entry, result)
+
+    async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
+        id, sequences = entry.id, ()
+        async with contextlib.AsyncExitStack() as stack:
+            policy = self._base_policy
+            if sampler.folder is not None:
+                policy = await stack.enter_async_context(self._slots.hold(sampler.key, sampler.newest))
+            if call.max_tokens != 0:
+                sequences = await self._fleet.sample(policy, id, entry.account, call)
+            if not call.prompt_logprobs and not call.prompt_top_k:
+                return c.Sampled(sequences=sequences)
+            trainer = self._shared.trainers.trainers[policy]
+            try:
+                async with self._shared.turns.turn(entry.account):
+                    (found,) = await trainer.score([call.prompt], call.prompt_top_k, id=f"{id}/score")
+            except WindfallError:
+                self._slots.drop(sampler.key)  # without memory for a pass, the trainer empties the slot
+                raise
+        logprobs = np.concatenate([[np.nan], found.logprobs])
+        top_ids, top = [(), *map(tuple, found.top_ids.tolist())], [(), *map(tuple, found.top_logprobs.tolist())]
+        if call.prompt_last:
+            left_out = len(call.prompt) - call.prompt_last
+            logprobs[:left_out] = np.nan
+            top_ids[:left_out] = top[:left_out] = [()] * left_out
+        return c.Sampled(
+            sequences=sequences,
+            prompt_logprobs=logprobs if call.prompt_logprobs else None,
+            prompt_top_ids=tuple(top_ids) if call.prompt_top_k else (),
+            prompt_top_logprobs=tuple(top) if call.prompt_top_k else (),
+        )

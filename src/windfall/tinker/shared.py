@@ -1,0 +1,101 @@
+"""What all parts of the service use: the store, the calls, the accounts, the trainer, and tasks in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from windfall.tinker import calls as c
+from windfall.tinker.adapter_slots import Trainers
+from windfall.tinker.call_log import CallLog
+from windfall.tinker.calls import Refusal
+from windfall.tinker.fairness import TrainerTurns
+from windfall.tinker.keys import Keys
+from windfall.tinker.store import TinkerStore
+from windfall.training import AdapterSpec, TrainerFailed, TrainerLost
+
+FAILURES = 3
+"""A call with which a trainer fails so often is given up: others could not be performed either."""
+LOSSES = 8
+"""A call during which so many trainers are lost for another reason, such as a kill, is given up."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class ServerTerms:
+    """What the server offers."""
+
+    base: str
+    """Name under which it serves the base model."""
+    tokenizer: str
+    """Hub id, or folder on the server's machine, of the tokenizer of the base."""
+    context: int
+    vocabulary: int
+    """Token ids are below it."""
+    rank: int
+    """Largest rank of an adapter."""
+    adapter: Callable[[c.LoraSpec], AdapterSpec]
+    """The adapter that a client's spec means for this base. Raises WindfallError."""
+    session_timeout_s: float
+
+    def check_base(self, base: str) -> None:
+        """Raises Refusal."""
+        if base != self.base:
+            raise Refusal(400, f"the base model {base!r} is not served here; this server has {self.base!r}")
+
+
+class Tasks:
+    """Tasks in the background. If one fails, that ends the server."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Its exception is that of the first task that failed."""
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.failed.cancel()
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Shared:
+    store: TinkerStore
+    keys: Keys
+    calls: CallLog
+    terms: ServerTerms
+    trainers: Trainers
+    log: Callable[..., None]
+    """Logs an event."""
+    turns: TrainerTurns = field(default_factory=TrainerTurns)
+    tasks: Tasks = field(default_factory=Tasks)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """How often a trainer was lost while it performed a call."""
+
+    failed: int = 0
+    lost: int = 0
+
+    def exhausted(self, error: TrainerLost) -> str:
+        """Count this loss. Returns why the call is given up; "" if it is tried again."""
+        if isinstance(error, TrainerFailed):
+            self.failed += 1
+            return f"the trainer failed with it {self.failed} times: {error}" if self.failed >= FAILURES else ""
+        self.lost += 1
+        return f"the trainer was lost {self.lost} times meanwhile: {error}" if self.lost >= LOSSES else ""

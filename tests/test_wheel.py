@@ -35,7 +35,11 @@ def test_examples_writes_what_the_repository_has(windfall: Callable[..., tuple[i
     assert code == 0
     assert "recipes/demo.toml" in out
     for name in ("recipes", "examples"):
-        there = {p.relative_to(ROOT) for p in (ROOT / name).rglob("*") if p.suffix in (".toml", ".py", ".jsonl")}
+        there = {
+            p.relative_to(ROOT)
+            for p in (ROOT / name).rglob("*")
+            if p.is_file() and "__pycache__" not in p.parts and "runs" not in p.parts
+        }
         assert there == {p.relative_to("new") for p in Path("new", name).rglob("*.*")}
     code, _, err = windfall("examples", "new")
     assert (code, "this already exists" in err) == (2, True)

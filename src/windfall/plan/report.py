@@ -57,6 +57,7 @@ def _fields(row: ComparedPlan, request: PlanRequest) -> dict[str, Any]:
         "steps": plan.work.steps, "hours": row.hours, "usd": row.hours * plan.usd_per_h,
         "late": row.is_late(request), "bottleneck": plan.bottleneck, "why": plan.why, "step_s": plan.step_s,
         "train_s": plan.train_s, "rollout_s": plan.rollout_s, "pull_s": plan.pull_s,
+        "training_gb": plan.training.memory_bytes / 1e9,
         "machines": [
             {"name": p.machine.name, "gpu": p.machine.kind.name, "training": p.training, "engines": list(p.replicas)}
             for p in plan.placed if p.used

@@ -113,6 +113,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "run/views/long_responses.py",
     "run/views/moved_weights.py",
     "run/views/policy_costs.py",
+    "run/views/trainer_memory.py",
     "controller/cost/prices.py",
     "controller/cost/bill.py",
     "controller/cost/accounts.py",

@@ -30,7 +30,8 @@ from windfall.plan.model.devices import TABLE
 from windfall.plan.model.workload import MODELS, VALUE_BYTES, kv_bytes
 from windfall.sim.machines.decode import Decode, DecodeRow
 from windfall.step_time import StepPoint, StepTime, non_negative
-from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape
+from windfall.trainer.ranks.rank_budget import ModelShape
+from windfall.trainer.ranks.state_layout import STATE_BYTES
 
 H200 = TABLE["H200"]
 SMALL, LARGE = MODELS["Qwen3-0.6B"], MODELS["Qwen3-8B"]

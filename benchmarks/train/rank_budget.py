@@ -10,6 +10,8 @@ ring cross the machines through another port.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windfall.trainer.ranks.rank_budget import ModelShape, RankBudget, rank_budget
 
 GB = 1e9
@@ -40,10 +42,9 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * sum(a + b for a, b in matrices)
 
 
-def seconds_to_send(budget: RankBudget, parameters: int, ranks: int) -> float:
-    """Per pack. With offload, float32 rows also go to the GPU twice, and float32 gradients come back."""
-    link = NVLINK_BYTES_PER_S if ranks <= GPUS_PER_MACHINE else NETWORK_BYTES_PER_S
-    return budget.sent_per_pack / link + budget.offload * 3 * 4 * parameters / ranks / PCIE_BYTES_PER_S
+def seconds_to_send(budget: RankBudget, ranks: int) -> float:
+    """Per pack."""
+    return budget.sent_per_pack / (NVLINK_BYTES_PER_S if ranks <= GPUS_PER_MACHINE else NETWORK_BYTES_PER_S)
 
 
 def verdict(budget: RankBudget) -> str:
@@ -61,20 +62,21 @@ def main() -> None:
         for ranks in (8, 16):
             for training in ("full", "full, offload", "adapters"):
                 adapters = adapter_parameters(shape, ADAPTER_RANK) if training == "adapters" else 0
-                budget = rank_budget(
-                    shape, ranks, pack_tokens=PACK_TOKENS, offload="offload" in training, adapter_parameters=adapters
-                )
+                budget = rank_budget(shape, ranks, pack_tokens=PACK_TOKENS, adapter_parameters=adapters)
+                layout = replace(budget.layout, host_share=float("offload" in training))
+                budget = replace(budget, layout=layout)
                 flops = (4 if adapters else 6) * shape.parameters * PACK_TOKENS
                 computed_s = flops / (SHARE_OF_PEAK * PEAK_FLOPS)
-                sent_s = seconds_to_send(budget, shape.parameters, ranks)
+                sent_s = seconds_to_send(budget, ranks)
                 packs = STEP_TOKENS / PACK_TOKENS / ranks
                 published_s = 2 * (adapters or shape.parameters) / ranks / PCIE_BYTES_PER_S
                 figures = [
-                    0.0 if budget.offload else budget.state / GB, budget.gathered / GB,
-                    budget.all_activations / GB, budget.state * budget.offload * min(ranks, 8) / GB,
+                    layout.gpu_bytes / GB, budget.gathered / GB, budget.all_activations / GB,
+                    layout.host_bytes * min(ranks, 8) / GB,
                 ]  # fmt: skip
                 row = "".join(f"{f:>10.1f}" for f in figures) + f"{computed_s:>10.2f}{sent_s:>10.2f}"
-                row += f"{max(computed_s, sent_s) * packs / 60:>10.2f}{published_s:>10.3f}"
+                step_s = max(computed_s, sent_s) * packs + layout.host_bytes / PCIE_BYTES_PER_S
+                row += f"{step_s / 60:>10.2f}{published_s:>10.3f}"
                 print(f"{name:<6}{ranks:>5} {training:<16}{row}  {verdict(budget)}")
 
 

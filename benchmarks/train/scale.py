@@ -97,7 +97,7 @@ def paper_bytes(name: str, ranks: int) -> float:
         heads=s["num_attention_heads"], kv_heads=s["num_key_value_heads"], head=s["head_dim"],
         vocabulary=s["vocab_size"], tied=s["tie_word_embeddings"],
     )  # fmt: skip
-    return rank_budget(shape, ranks, pack_tokens=1).state
+    return rank_budget(shape, ranks, pack_tokens=1).layout.gpu_bytes
 
 
 def in_processes(size: int, *args: Any) -> list[Any]:

@@ -194,6 +194,10 @@ class Report:
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
     peak_bytes: int = 0
     """Most memory that any rank used: of its GPU since the last update, or resident memory without a GPU."""
+    update_s: float = 0.0
+    """Seconds of the update of the weights, after the last backward pass."""
+    state_moved_bytes: int = 0
+    """Bytes of masters and moments that the update copied from and to host memory, on one rank."""
     skipped: Skipped = ""
     """Reason why the weights were not updated; "" if they were."""
 

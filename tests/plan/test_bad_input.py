@@ -25,7 +25,7 @@ def plan(what: str = "8B", **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"gpus": "1xH100"}, "can train this model"),
+        ({"gpus": "1xL40S"}, "can train this model"),
         ({"gpus": "8xL4", "what": "32B"}, "can train this model"),
         ({"gpus": "8xH1OO"}, "unknown GPU 'H1OO'"),
         ({"gpus": "4x8xH100:spot"}, "can be taken away"),
@@ -52,7 +52,7 @@ def test_bad_options_are_explained(keys: dict, what: str) -> None:
 @pytest.mark.parametrize(
     ("gpus", "model", "reason", "fix"),
     [
-        ("2xL4", "32B", "can train this model: training on 2 L4 needs", "more memory"),
+        ("2xL4", "32B", "can train this model: training on 2 L4: the trainer's state", "more memory"),
         ("8xH100:borrowed", "8B", "can be taken away, so it cannot train", "Add a reserved machine"),
         ("8x8xL40S", "32B", "can generate this model: an engine on 1 L40S needs", "vllm"),
     ],

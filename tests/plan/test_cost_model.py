@@ -38,8 +38,8 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     big = replace(WORK, shape=MODELS["Qwen3-32B"])
     with pytest.raises(cost_model.DoesNotFit, match="GB per GPU"):
         cost_model.replica(big, devices.find("L4"), 1, FITTED)
-    with pytest.raises(cost_model.DoesNotFit, match="training on 8 H100"):
-        cost_model.fsdp(big, devices.find("H100"), 8, 8, 50e9, FITTED)
+    with pytest.raises(cost_model.DoesNotFit, match="training on 4 H100"):
+        cost_model.fsdp(big, devices.find("H100"), 4, 8, 50e9, FITTED)
 
 
 def test_context_groups_train_what_one_gpu_cannot_hold() -> None:

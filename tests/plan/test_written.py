@@ -123,7 +123,7 @@ def test_plans_without_their_provider_are_refused_before_they_are_shown() -> Non
     assert found.refused == ["machines of kubernetes: the recipe does not say how to start workers with kubernetes"]
     assert found.ranked
     assert not any(p.machine.provider for plan, _ in found.ranked for p in plan.placed)
-    only = from_toml({"gpu": "H100", "count": 3}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
+    only = from_toml({"gpu": "H100", "count": 1}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
     base = parse_recipe({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
     with pytest.raises(WindfallError, match="sbatch"):
         choose.best(only, base, simulate=False)

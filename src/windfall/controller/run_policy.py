@@ -166,8 +166,9 @@ class RunPolicy:
             self.events.instant("log_gap", first=self.last_logged + 1, last=hello.step)
         self._resumed, self.last_logged, self._recovered = True, math.inf, True
         pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
-        ranks = {"rank_pids": pids} if pids else {}
-        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
+        more = {"rank_pids": pids} if pids else {}
+        more |= {key: hello.facts[key] for key in ("memory", "predicted_bytes") if hello.facts.get(key)}
+        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **more)
         self._life.on_trainer(hello)
         self._offer(Offer(version=hello.version, digest=hello.digest))
         return hello

@@ -172,6 +172,8 @@ def describe_updates(reports: Sequence[Report]) -> dict[str, Any]:
     skipped = [r.skipped for r in reports if r.skipped]
     return {
         **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
+        "peak_bytes": max(r.peak_bytes for r in reports),
+        **{key: sum(getattr(r, key) for r in reports) for key in ("update_s", "state_moved_bytes")},
         "trained": sum(r.tokens for r in reports),
         "updates_skipped": len(skipped),
         "updates_not_finite": skipped.count(NOT_FINITE),

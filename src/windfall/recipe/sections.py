@@ -204,9 +204,10 @@ class Train(Section):
     machine_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that the run waits for the ranks that join it, at the start and after a machine was lost. Then the run
     ends, and can be resumed."""
-    offload: bool = False
-    """Keep the float32 weights and the state of the optimizer in the memory of the host instead of the GPU. Slower, but
-    larger models fit."""
+    offload: bool | Literal["auto"] = "auto"
+    """Keep float32 masters and Adam's moments in host memory instead of on the GPU. "auto" does so with as many as do
+    not fit on the GPU beside activations; true with all; false with none. The weights come out the same bit for bit; an
+    update takes longer, by what it copies to the GPU and back."""
     rank_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds after which a rank that does not take part in an exchange of weights or gradients counts as lost. The
     trainer then restarts from its last checkpoint."""
@@ -501,8 +502,9 @@ class Recipe(Section):
                 f"policies.{alone[0]}.slot: slots need a frozen policy of their model, which workers and trainer have "
                 f"once for all of them. Add one: [policies.base] with frozen = true and that model."
             )
-        if self.has_slots and (self.train.ranks not in ("auto", 1) or self.train.offload or self.train.rendezvous):
-            key = "rendezvous" if self.train.rendezvous else "offload" if self.train.offload else "ranks"
+        offload = self.train.offload is True
+        if self.has_slots and (self.train.ranks not in ("auto", 1) or offload or self.train.rendezvous):
+            key = "rendezvous" if self.train.rendezvous else "offload" if offload else "ranks"
             raise ValueError(f"train.{key}: slots are for a trainer with one rank. Remove train.{key}.")
         if self.policies and self.fleet.local:
             raise ValueError("fleet.local = true is for runs with one policy; with [policies], set it to false")

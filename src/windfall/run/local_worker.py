@@ -28,7 +28,7 @@ from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link import tls
-from windfall.trainer.derived import OWN_ENGINE_SHARE
+from windfall.trainer.memory_plan import OWN_ENGINE_SHARE
 from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
 from windfall.trainer.process import RankPart, run_rank

@@ -99,7 +99,7 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     derived = derive(recipe, model, device, dtype, [longest_prompt])
     engine_spec = spec(recipe, model.config, dtype, derived.longest)
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens)
+    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, host_share=derived.host_share)
     events = EventLog(Path("/dev/null"))
     dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size, order=recipe.rollout.order)
     policy = FleetPolicy(dispatch, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)

@@ -193,8 +193,7 @@ class RunProcesses:
             return await self._joined.start()
         for met in self.folder.glob(f".ranks-{role}.*"):
             met.unlink(missing_ok=True)
-        places, trained = self._trainer_places[base], self.recipe.trains(base)
-        sharded = len(places) > 1 or (self.recipe.train.offload and trained)
+        places, sharded = self._trainer_places[base], len(self._trainer_places[base]) > 1
         meeting = f"file://{self.folder.resolve()}/.ranks-{role}.{os.urandom(8).hex()}" if sharded else ""
         shared = _turns_on(places)
         started: list[Handle] = []

@@ -12,7 +12,6 @@ import msgspec
 import xxhash
 
 from windfall.engine import factory
-from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.engine.selftest import verdict
 from windfall.envs.hosting import recipe_host
 from windfall.envs.prompt_lengths import agent_prompts, fit, is_agent, prompt_lengths
@@ -22,15 +21,12 @@ from windfall.link import messages as m
 from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK, Lora
 from windfall.recipe.sections import Recipe
-from windfall.trainer.model import activation_memory
-from windfall.trainer.ranks import rank_budget
+from windfall.trainer.memory_plan import plan_memory
 from windfall.weights import adapter_folder
 from windfall.weights.merged import is_repeated
 
 ENDS = ("lm_head", adapter_folder.EMBEDDING)
 """The head and the embeddings, as targets of an adapter."""
-OWN_ENGINE_SHARE = 0.3
-"""Share of the free memory that the KV cache of an engine on the trainer's device may use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +39,12 @@ class Derived:
     checkpoint_activations: bool
     longest: int
     """Tokens of the longest prompt and response together, judged by the first tasks."""
+    host_share: float = 0.0
+    """Of masters and moments, how much is in host memory."""
+    memory: str = ""
+    """On a GPU: what its memory is used for."""
+    predicted_bytes: int = 0
+    """Most bytes of the GPU that training will use."""
 
 
 async def planned_prompts(recipe: Recipe, folder: Path, tokenizer: Any, model: Any) -> list[int]:
@@ -171,15 +173,22 @@ def derive(
     **place: Any,
 ) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later.
-    `place`: ranks, sharded, trains and beside, as in `memory_use`."""
-    c, o = model.config, recipe.rollout
-    longest = fit(recipe, prompts, context_of(model)) + o.max_tokens
-    pack = _pack_tokens(recipe, model, longest, **place) if device == "cuda" else max(longest, 4096)
+    `place`: ranks, local_ranks, sharded, trains and beside, as in `plan_memory`, which raises WindfallError if the
+    trainer's state does not fit."""
+    c, asked = model.config, recipe.train.checkpoint_activations
+    longest = longest_of(recipe, model, prompts)
+    pack, offload, memory, peak = max(longest, 4096), recipe.train.offload, "", 0.0
+    host_share = float(offload is True)
+    if device == "cuda":
+        import torch
+
+        total = torch.cuda.mem_get_info()[1]
+        plan = plan_memory(recipe, model, longest, free=free_bytes("cuda"), total=total, host=free_bytes(), **place)
+        pack, host_share, memory, peak = plan.pack_tokens, plan.layout.host_share, plan.describe(), plan.peak_bytes
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     of_rank = micro / recipe.train.context_parallel
     kept = of_rank * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
-    asked = recipe.train.checkpoint_activations
     much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
     return Derived(
         device=device,
@@ -187,45 +196,12 @@ def derive(
         micro_tokens=micro,
         longest=longest,
         checkpoint_activations=much if asked == "auto" else asked,
+        host_share=host_share,
+        memory=memory,
+        predicted_bytes=int(peak),
     )
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int, **place: Any) -> int:
-    """Tokens per pack that fit into the GPU memory left by everything else. A context group shares them."""
-    context = recipe.train.context_parallel
-    c, free = model.config, free_bytes("cuda")
-    free = (free - memory_use(recipe, model, free, **place)) * (1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0)
-    heads = c.num_attention_heads
-    each = activation_memory.layer_bytes(
-        hidden=c.hidden_size,
-        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-        heads=heads,
-        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        value_bytes=model.dtype.itemsize,
-    )
-    return context * activation_memory.pack_tokens(free, c.num_hidden_layers, each, -(-longest // context))
-
-
-def memory_use(
-    recipe: Recipe, model: Any, free: float, *, ranks: int = 1, sharded: bool = False, trains: bool = True,
-    beside: Sequence[Lora] = (),
-) -> float:  # fmt: skip
-    """GPU memory that the trainer, or each of its ranks, will need besides activations and the layers that are
-    gathered. `free`: bytes of free GPU memory. Unsharded, the weights are on the GPU already; sharded, no weight is
-    there yet, and with `train.offload` none stays there. `trains`: the policy is trained, or a slot to train in.
-    `beside`: adapters of others that are."""
-    from windfall.trainer.model.lora import trained_parameters
-
-    width, section, kl, local = model.dtype.itemsize, recipe.train.lora, recipe.algorithm.kl > 0, recipe.fleet.local
-    whole = sum(p.numel() for p in model.parameters())
-    trained = sum(trained_parameters(model, each) for each in ((section, *beside) if trains else beside))
-    if not sharded:
-        # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves.
-        # Then the KL reference; with adapters there is none, but merged copies for the trainer's own engine.
-        return trained * (12 if width == 4 else 16) + whole * width * (kl if section is None else local)
-    sizes = {"value_bytes": width, "adapter_parameters": 0 if section is None else trained}
-    used = rank_budget.state_bytes(whole, ranks, **sizes) + rank_budget.reference_bytes(whole, ranks, kl=kl, **sizes)
-    # With adapters, the engine of each GPU has a whole copy of the base, which it frees during training if it is large.
-    kept = section is not None and local and whole * width <= MAX_KEPT_SHARE * free
-    return (0.0 if recipe.train.offload else used) + whole * width * kept
+def longest_of(recipe: Recipe, model: Any, prompts: Sequence[int]) -> int:
+    """Tokens of the longest prompt and response together."""
+    return fit(recipe, prompts, context_of(model)) + recipe.rollout.max_tokens

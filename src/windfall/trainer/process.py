@@ -48,6 +48,7 @@ from windfall.trainer.ranks import ulysses
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
+from windfall.trainer.ranks.state_layout import StateLayout
 from windfall.trainer.ranks.ulysses import ContextGroup
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.sleep import SleepingState
@@ -86,6 +87,8 @@ class Setup:
     policies: dict[str, PolicySetup]
     context: int = 1
     """Ranks that compute a pack together."""
+    host_share: float = 0.0
+    """Of masters and moments, how much is in host memory."""
     bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
@@ -184,6 +187,7 @@ class RankPart:
                 orders=self.orders,
                 adapters=weights.adapters,
                 context=context,
+                host_share=setup.host_share,
             )
         publisher = Publisher(
             self.folder,
@@ -264,7 +268,7 @@ def _shard(
 ) -> tuple[Any, dict[str, TrainedWeights], Any]:
     """The module of all ranks, what of it each policy trains, and the reference model of the KL penalty, if any."""
     first = recipe.of(next(iter(setup.policies)))
-    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": first.train.offload}
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype)}
     weights: dict[str, TrainedWeights] = {}
 
     def attach(model: Any) -> None:
@@ -346,7 +350,7 @@ def crashed(who: str, error: Exception, log: Path) -> WindfallError:
     fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
     if "out of memory" in line.lower() or isinstance(error, MemoryError):
         less = "Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true"
-        fix = f"{less}; train.ranks and train.offload make the trainer's part of each GPU smaller. {fix}"
+        fix = f"{less}; more ranks or train.offload = true make the trainer's part of each GPU smaller. {fix}"
     return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)
 
 
@@ -488,8 +492,8 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
         prompts = [0] if recipe.has_slots else await planned(view, folder, tokenizers[name], model)
         others = [other.train.lora for n, other in views.items() if n != name and n in trains]
         chosen[name] = derived.derive(
-            view, model, device, dtype, prompts, ranks=place.size, sharded=sharded, trains=name in trains,
-            beside=[lora for lora in others if lora is not None],
+            view, model, device, dtype, prompts, ranks=place.size, local_ranks=place.local_size, sharded=sharded,
+            trains=name in trains, beside=[lora for lora in others if lora is not None],
         )  # fmt: skip
     longest = {name: each.longest for name, each in chosen.items()}
     must_replay = any(view.train.replay_routing is True for view in views.values())
@@ -540,6 +544,7 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
         bucket=bucket_of_run(url, part.recipe.run.name, token).run if url else "",
         policies={name: each.setup for name, each in loaded.policies.items()},
         context=part.recipe.train.context_parallel if part.recipe.trains(part.place.base) else 1,
+        host_share=loaded.policies[part.place.base].chosen.host_share,
     )
     part.orders.call(part.build, setup)
     if part.ranks.distributed:
@@ -549,10 +554,16 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
 
 
 def _state_bytes(recipe: Recipe, loaded: LoadedBase) -> int:
-    """Bytes of the gradients, Adam's moments and master weights of all policies, all in float32."""
-    trained = (each.weights for name, each in loaded.policies.items() if recipe.is_trained(name))
-    tensors = (w.model.parameters() if w.adapters is None else w.adapters.weights().values() for w in trained)
-    return sum(t.numel() * (12 if t.dtype == torch.float32 else 16) for each in tensors for t in each)
+    """Bytes on the device that only training needs, for all policies."""
+    total = 0.0
+    for each in (each for name, each in loaded.policies.items() if recipe.is_trained(name)):
+        own = each.weights
+        tensors = list(own.model.parameters() if own.adapters is None else own.adapters.weights().values())
+        layout = StateLayout(
+            trained=sum(t.numel() for t in tensors), value_bytes=tensors[0].itemsize, host_share=each.chosen.host_share
+        )
+        total += layout.training_bytes
+    return int(total)
 
 
 def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.TrainerHello]:

@@ -112,11 +112,13 @@ class TorchTrainer:
         adapters: Adapters | None = None,
         learner: Learner | None = None,
         context: ContextGroup | None = None,
+        host_share: float = 0.0,
     ) -> None:
         """`model`: a model of transformers or a sharded policy (sharding.py). `adapters`: train only these; other
         trainers may train other adapters of the same model. `reference`: the model of the KL penalty, or the
         `Adapters` of `model`, for its base. `orders` reach all ranks. `learner`: of this model, if it has one that
-        trainers share. `context`: the ranks with which this one computes its packs; by default none."""
+        trainers share. `context`: the ranks with which this one computes its packs; by default none. `host_share`: of
+        masters and moments, how much is in host memory."""
         policy = model if isinstance(model, PolicyModule) else PolicyModule(model)
         self.model = policy.model
         self.algorithm = algorithm
@@ -134,7 +136,8 @@ class TorchTrainer:
         updates = recipe.run.steps * train.minibatches
         self._adapters = adapters
         weights = trained(self.model) if adapters is None else adapters.weights()
-        self.optimizer = Optimizer(weights, train, updates, ranks=self.ranks, dtype=policy.dtype)
+        options: dict[str, Any] = {"ranks": self.ranks, "dtype": policy.dtype, "host_share": host_share}
+        self.optimizer = Optimizer(weights, train, updates, **options)
         self.context = context or ContextGroup()
         activations, pack = train.checkpoint_activations, self.context.pack
         self.learner = learner or Learner(
@@ -345,6 +348,8 @@ class TorchTrainer:
             drift=sums["drift"] / older if older else 0.0,
             skipped=ENGINE_GAP if rejected else skipped,
             peak_bytes=t.peak_bytes,
+            update_s=self.optimizer.update_s,
+            state_moved_bytes=self.optimizer.moved_bytes,
             **{name: sums[name] / n for name in ("entropy", "clipped", "capped", "kl", "replayed_experts")},
         )
 

@@ -23,11 +23,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from windfall.controller.directory.routes import CHUNK_BYTES
+from windfall.errors import WindfallError
 from windfall.plan.model.devices import Gpu
 from windfall.plan.model.workload import VALUE_BYTES, AddedWorkload, Workload, kv_bytes
 from windfall.step_time import StepTime
 from windfall.trainer.model import activation_memory
-from windfall.trainer.ranks.rank_budget import STATE_BYTES, ModelShape, RankBudget, rank_budget
+from windfall.trainer.ranks import state_layout
+from windfall.trainer.ranks.rank_budget import ModelShape, RankBudget, rank_budget
+from windfall.trainer.ranks.state_layout import STATE_BYTES
 
 ENGINE_MEMORY = 0.88
 """Share of a GPU's memory that an engine uses for weights and KV cache."""
@@ -42,7 +45,7 @@ LOOPBACK = 16e9
 """Bytes per second at which all engines on the trainer's machine pull together: 4 to 16 readers on 16 cores beside an
 H200 (docs/weights.md)."""
 HOST_BYTES_PER_S = 50e9
-"""Bytes per second between a GPU and the memory of its host, with `train.offload`. Assumed."""
+"""Bytes per second between a GPU and the memory of its host, in each direction at the same time. Assumed."""
 RECOMPUTE = 4 / 3
 """Work of a training step, relative to one without recomputation, if every layer is computed twice."""
 
@@ -223,20 +226,23 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
 
     def budget(tokens: int) -> RankBudget:
         return rank_budget(
-            work.shape, gpus, pack_tokens=tokens, kl=work.kl, offload=work.offload,
-            adapter_parameters=work.adapter_parameters, context=context,
+            work.shape, gpus, pack_tokens=tokens, kl=work.kl, adapter_parameters=work.adapter_parameters,
+            context=context,
         )  # fmt: skip
 
-    least = budget(longest)
-    if not least.fits(usable):
-        need = (least.fixed + least.least_activations) / 1e9
-        raise DoesNotFit(
-            f"training on {gpus} {gpu.name} needs {need:.0f} GB per GPU; {usable / 1e9:.0f} GB can be used"
-        )
-    kept = work.shape.kept(VALUE_BYTES)
+    least, kept = budget(longest), work.shape.kept(VALUE_BYTES)
+    others = least.gathered + least.reference
+    try:  # the memory of machines is not known
+        layout = state_layout.choose(
+            least.layout, work.offload, gpu_bytes=usable, host_bytes=math.inf, least=others + least.least_activations,
+            wanted=others + budget(max(longest, activation_memory.SMALL_PACK)).all_activations,
+        )  # fmt: skip
+    except WindfallError as error:
+        raise DoesNotFit(f"training on {gpus} {gpu.name}: {error.what}") from error
+    least = replace(least, layout=layout)
     left, of_rank = gpu.memory_bytes - least.fixed, -(-longest // context)
     pack = context * activation_memory.pack_tokens(left, work.shape.layers, kept, of_rank)
-    rank = budget(pack)
+    rank = replace(budget(pack), layout=layout)
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
     tokens = work.trained_tokens
@@ -246,8 +252,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     link = (gpu.link if gpus <= per_machine else min(gpu.link, network)) * LINK_SHARE
     packs = math.ceil(tokens * context / gpus / pack)
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
-    state = STATE_BYTES * (work.adapter_parameters or work.shape.parameters) / gpus
-    update_s = optimizer_s(state, HOST_BYTES_PER_S if work.offload else gpu.bandwidth, e)
+    update_s = optimizer_s(STATE_BYTES * layout.trained / gpus, gpu.bandwidth, e) + layout.host_bytes / HOST_BYTES_PER_S
     update_s += e.publish_s + work.update_bytes / gpus / e.publish_bytes_per_s
     if gpu.trainer is not None:  # measured times are as they are
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s

@@ -14,6 +14,7 @@ from statistics import NormalDist
 
 from windfall.errors import WindfallError, nearest
 from windfall.trainer.ranks.rank_budget import ModelShape
+from windfall.trainer.ranks.state_layout import Offload
 
 VALUE_BYTES = 2
 """Bytes of a weight and of a KV value: bfloat16."""
@@ -144,7 +145,7 @@ class Workload:
     """Seconds to grade a response, which are not hidden behind generation."""
     steps: int = 100
     kl: bool = False
-    offload: bool = False
+    offload: Offload = "auto"
     adapter_parameters: int = 0
     minibatches: int = 1
     context_parallel: int = 1

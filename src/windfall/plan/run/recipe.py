@@ -191,12 +191,7 @@ def model_shape(path: str) -> ModelShape:
     file = Path(load.resolve(path)) / "config.json"
     try:
         c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        heads = c["num_attention_heads"]
-        return ModelShape(
-            hidden=c["hidden_size"], intermediate=c["intermediate_size"], layers=c["num_hidden_layers"], heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads, head=c.get("head_dim") or c["hidden_size"] // heads,
-            vocabulary=c["vocab_size"], tied=bool(c.get("tie_word_embeddings", False)),
-        )  # fmt: skip
+        return ModelShape.of(c)
     except (OSError, ValueError, KeyError, TypeError) as e:
         fix = "Only decoders with the sizes of Llama or Qwen can be planned."
         raise WindfallError(f"the sizes of this model cannot be read: {e!r}", where=str(file), fix=fix) from e

@@ -39,7 +39,7 @@ from windfall.recipe.sections import Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.run.views.figures import graded, passes, reward_parts
 from windfall.trainer import checkpoint
-from windfall.trainer.derived import base_spec, context_of, derive, spec, text_for
+from windfall.trainer.derived import base_spec, context_of, longest_of, spec, text_for
 from windfall.types import Group, Prompt, Request, Sampling, policy_of
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterBase, is_adapter
@@ -197,7 +197,7 @@ async def _rollout(models: Mapping[str, str], recipe: Recipe, tasks: int) -> Asy
                     prompts = agent_prompts(view, contexts[name])
                 else:
                     prompts = await prompt_lengths(env, view, texts[name], HELD_OUT, min(64, tasks))
-                longest[name] = derive(view, model, device, dtype, prompts).longest
+                longest[name] = longest_of(view, model, prompts)
             found = base_spec(recipe, list(longest), model.config, dtype, longest)
             found = msgspec.structs.replace(found, adapters=len(adapters), adapter_rank=max(adapters, default=0))
             workers.append((base, *build_engine(found, device, model=model), pull))
@@ -276,7 +276,7 @@ def generate(
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
     try:
-        longest = derive(recipe, model, device, dtype, [max(map(len, ids))]).longest
+        longest = longest_of(recipe, model, [max(map(len, ids))])
         engine, _ = build_engine(spec(recipe, model.config, dtype, longest), device, model=model)
     except WindfallError as e:
         if e.where != "rollout.max_tokens":

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from windfall.events.log import Event, read
 from windfall.recipe.changes import KeyChange
 from windfall.recipe.sections import Recipe
-from windfall.run.views import figures, long_responses
+from windfall.run.views import figures, long_responses, trainer_memory
 from windfall.run.views.policy_costs import PolicyCosts, bill_of
 from windfall.run.views.summary import summarize
 
@@ -114,6 +114,8 @@ class Console:
                 self._reached[policy] = event["step"]
                 if self._task is not None:
                     self._bar.update(self._task, completed=min(self._reached.values()))
+            case "trainer_ready" if event.get("memory"):
+                self._out.print(f"memory of the trainer: {escape(event['memory'])}")
             case "advice":
                 self._advise(event)
             case "engine_gap":
@@ -209,8 +211,7 @@ class Console:
         # With several policies, those that wait much do so for the others.
         last = figures.staleness(e) or (figures.waits(e) if policy else [])
         extras += "".join(f"  {part}" for part in last) + figures.reward_parts(e)
-        if drafts := long_responses.drafts(e):
-            extras += f"  {drafts}"
+        extras += "".join(f"  {text}" for text in (long_responses.drafts(e), trainer_memory.update(e)) if text)
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):
                 extras += f"  {what} {e[key]}"

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from windfall.controller.cost.bill import borrowed_value, reserved_only
 from windfall.events.log import Event
-from windfall.run.views import long_responses
+from windfall.run.views import long_responses, trainer_memory
 from windfall.run.views.figures import Labeled, graded, number, percent
 from windfall.run.views.moved_weights import MOVED, moved_bytes
 from windfall.run.views.policy_costs import PolicyCosts
@@ -46,7 +46,7 @@ def summarize(events: list[Event]) -> list[Labeled]:
         return [(f"{p}: {label}" if p else label, text) for p, own in scalars.items() for label, text in part(own)]
 
     named = [(p, _policy([e for e in own if e["name"] == "step"], usd_of.get(p))) for p, own in scalars.items() if p]
-    learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness)]
+    learned = [*named, *each(_rewards), *_tokens(steps), *each(_staleness), *_memory(events, steps)]
     return [*learned, *_supervised(events), *_fleet(events, steps), *_cost(costs, steps), *_accounts(events, costs)]
 
 
@@ -118,6 +118,13 @@ def _tokens(steps: list[Event]) -> list[Labeled]:
     if not_finite:
         out.append(("updates skipped", f"{not_finite} (gradient not finite; the weights did not change)"))
     return out
+
+
+def _memory(events: list[Event], steps: list[Event]) -> list[Labeled]:
+    """Nothing for a trainer without a GPU."""
+    ready = next((e for e in reversed(events) if e["name"] == "trainer_ready"), {})
+    text = trainer_memory.summary(ready, steps)
+    return [("memory of the trainer", text)] if text else []
 
 
 def _staleness(steps: list[Event]) -> list[Labeled]:

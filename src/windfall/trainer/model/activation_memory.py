@@ -63,5 +63,15 @@ def pack_tokens(free_bytes: float, layers: int, each: LayerBytes, longest: int) 
     return max(1, longest, min(max(comfortable, SMALL_PACK), possible, LARGE_PACK))
 
 
+def needed_bytes(tokens: int, layers: int, each: LayerBytes, *, least: bool = False) -> float:
+    """Free memory with which a pack of `tokens` computes nothing twice, or with `least` can be computed at all.
+
+    >>> each = LayerBytes(least=1, light=5, all=10)
+    >>> levels(needed_bytes(7, 4, each), 7, 4, each), levels(needed_bytes(7, 4, each, least=True), 7, 4, each)
+    ([2, 2, 2, 2], [0, 0, 0, 0])
+    """
+    return tokens * (layers * (each.least if least else each.all) + WORKING * each.all) / MAX_MEMORY_SHARE
+
+
 def _fit(left: float, most: int, each: int) -> int:
     return max(0, min(most, int(left // each)))

@@ -3,15 +3,15 @@ started. P is the number of parameters, N the number of ranks, `w` the bytes of 
 
 Memory of a rank (bytes), with full training:
 
-    state         16 P / N               float32: weight, gradient and two moments of Adam, all sharded
+    state         16 P / N               float32: weight, gradient and two moments of Adam, all sharded; state_layout.py
+                                         says how much of it may be in host memory, and what one rank alone needs
     reference     w P / N                only with a KL penalty, in the compute dtype
     root          2 w R + 4 R            embedding, head and last norm (R parameters) are gathered for a whole pack; at
                                          its end their gradient is reduced in float32
     layers        2 w L + (w + 4) L      the layer (L parameters) at work and the next one, and the gradient of one
     activations   tokens of a pack x bytes kept per token (activation_memory.py)
 
-`train.offload` moves state and reference to the host. Adapters: the frozen weights need w P / N, and only the adapters
-have a state.
+One rank gathers nothing. Adapters: the frozen weights need w P / N, and only the adapters have a state.
 
 Communication of a rank (bytes sent), per pack: every weight is gathered for the forward and again for the backward
 pass, and its gradient is summed in float32:
@@ -28,12 +28,13 @@ forward pass; in the backward pass again, with their gradients. K is the number 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from windfall.trainer.model.activation_memory import LayerBytes, layer_bytes
+from windfall.trainer.ranks.state_layout import StateLayout
 
-STATE_BYTES = 16
-"""Float32 weight, gradient, and two moments."""
 REDUCED_BYTES = 4
 """Gradients are summed in float32."""
 
@@ -50,6 +51,21 @@ class ModelShape:
     head: int
     vocabulary: int
     tied: bool = False
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> ModelShape:
+        """The sizes in the fields of a model's config.json. Raises KeyError for a model without them."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return ModelShape(
+            hidden=hidden,
+            intermediate=config.get("intermediate_size") or 4 * hidden,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head=config.get("head_dim") or hidden // heads,
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
 
     @property
     def layer_parameters(self) -> int:
@@ -84,8 +100,7 @@ class ModelShape:
 class RankBudget:
     """Bytes of one rank."""
 
-    state: float
-    """On the host with `offload`, otherwise on the GPU."""
+    layout: StateLayout
     reference: float
     gathered: float
     """Weights and gradients that are whole for a moment."""
@@ -94,28 +109,11 @@ class RankBudget:
     all_activations: float
     """Activations of a pack if nothing is computed twice."""
     sent_per_pack: float
-    offload: bool = False
 
     @property
     def fixed(self) -> float:
         """On the GPU, whatever the activations need."""
-        return self.gathered + (0.0 if self.offload else self.state + self.reference)
-
-    def fits(self, gpu_bytes: float) -> bool:
-        """Whether it fits at all, with every layer computed twice."""
-        return self.fixed + self.least_activations <= gpu_bytes
-
-
-def state_bytes(parameters: int, ranks: int, *, value_bytes: int, adapter_parameters: int = 0) -> float:
-    """A rank's part of the weights, and of the gradients and moments of those that are trained."""
-    if adapter_parameters:
-        return (value_bytes * parameters + STATE_BYTES * adapter_parameters) / ranks
-    return STATE_BYTES * parameters / ranks
-
-
-def reference_bytes(parameters: int, ranks: int, *, value_bytes: int, kl: bool, adapter_parameters: int = 0) -> float:
-    """A rank's part of the reference. With adapters, that is the model without them."""
-    return value_bytes * parameters / ranks if kl and not adapter_parameters else 0.0
+        return self.gathered + self.layout.gpu_bytes + self.reference
 
 
 def rank_budget(
@@ -125,21 +123,20 @@ def rank_budget(
     pack_tokens: int,
     value_bytes: int = 2,
     kl: bool = False,
-    offload: bool = False,
     adapter_parameters: int = 0,
     context: int = 1,
 ) -> RankBudget:
-    """`adapter_parameters`: 0 for full training. `context`: ranks that compute a pack together.
+    """With all state on the GPU. `adapter_parameters`: 0 for full training. `context`: ranks that compute a pack
+    together.
 
     >>> shape = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head=4, vocabulary=100, tied=True)
     >>> alone, two = (rank_budget(shape, 4, pack_tokens=8, context=context) for context in (1, 2))
-    >>> round(alone.state) == 16 * shape.parameters / 4
+    >>> round(alone.layout.gpu_bytes) == 16 * shape.parameters / 4
     True
     >>> alone.all_activations / two.all_activations, two.sent_per_pack - alone.sent_per_pack
     (2.0, 768.0)
     """
     p, layer, root = shape.parameters, shape.layer_parameters, shape.root_parameters
-    sizes = {"value_bytes": value_bytes, "adapter_parameters": adapter_parameters}
     reduced = REDUCED_BYTES
     gradient_root, gradient_layer = (value_bytes + reduced) * root, (value_bytes + reduced) * layer
     sent = (2 * value_bytes + reduced) * p
@@ -149,12 +146,13 @@ def rank_budget(
     kept = shape.kept(value_bytes)
     working, tokens = 2 * kept.all, pack_tokens / context
     exchanged = 6 * value_bytes * (shape.heads + math.lcm(shape.kv_heads, context)) * shape.head
+    trained, frozen = (adapter_parameters, p) if adapter_parameters else (p, 0)
+    gathered = value_bytes * (root + 2 * layer) + gradient_layer + gradient_root
     return RankBudget(
-        state=state_bytes(p, ranks, **sizes),
-        reference=reference_bytes(p, ranks, kl=kl, **sizes),
-        gathered=value_bytes * (root + 2 * layer) + gradient_layer + gradient_root,
+        layout=StateLayout(trained=trained, frozen=frozen, value_bytes=value_bytes, ranks=ranks, sharded=ranks > 1),
+        reference=value_bytes * p / ranks if kl and not adapter_parameters else 0.0,  # with adapters: the same weights
+        gathered=gathered if ranks > 1 else 0.0,
         least_activations=tokens * (shape.layers * kept.least + working),
         all_activations=tokens * (shape.layers * kept.all + working),
         sent_per_pack=sent * (ranks - 1) / ranks + tokens * shape.layers * exchanged * (context - 1) / context,
-        offload=offload,
     )

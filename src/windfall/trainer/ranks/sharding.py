@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,6 @@ def sharded_policy(
     ranks: TrainerRanks,
     *,
     dtype: torch.dtype,
-    offload: bool = False,
     trained: bool = True,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> PolicyModule:
@@ -52,7 +51,7 @@ def sharded_policy(
         if not p.requires_grad and p.is_floating_point():
             p.data = p.to(dtype)
     policy = PolicyModule(model, dtype=dtype, device=torch.device(ranks.device))
-    _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
+    _split(policy, decoder_layers(model), ranks, dtype=dtype)
     fill(model, source, ranks)
     return policy
 
@@ -64,13 +63,11 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return found or [m for m in model.modules() if type(m).__name__ in names]
 
 
-def _split(root: torch.nn.Module, layers: Any, ranks: TrainerRanks, *, dtype: torch.dtype, offload: bool) -> None:
+def _split(root: torch.nn.Module, layers: Any, ranks: TrainerRanks, *, dtype: torch.dtype) -> None:
     """Give an empty model memory and split it over the ranks, in place: layer after layer, so that no more than one is
     whole at a time. `layers` are the decoder layers within `root`; `dtype` is the one to compute in."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Locked pages make copies to a GPU fast; without a GPU there is nothing to lock them for.
-    place = CPUOffloadPolicy(pin_memory=ranks.device == "cuda") if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": ranks.mesh(), "mp_policy": precision, "offload_policy": place}
+    options: dict[str, Any] = {"mesh": ranks.mesh(), "mp_policy": precision}
     for module in (*layers, root):
         _allocate(module, ranks.device)
         fully_shard(module, **options)

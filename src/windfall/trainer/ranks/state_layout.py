@@ -2,7 +2,7 @@
 
 Bytes per trained parameter, in a model that computes in half precision:
 
-                                  one rank     several ranks: each has an Nth
+                                  one rank     split over N ranks: an Nth each
     weight                        2            - (gathered from the masters)
     sum of the gradients          4            4
     master                        4  *         4
@@ -10,13 +10,21 @@ Bytes per trained parameter, in a model that computes in half precision:
 
 What is marked * may be in host memory, in whole or in part: an update then copies it to the GPU, chunk by chunk, and
 back (trainer/weight_state.py). A float32 model is its own master. Frozen weights are stored once, in the compute dtype.
+
+`choose` finds the layout with the least in host memory that fits: all layouts give the same weights bit for bit, and
+what an update moves is what they cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from windfall.errors import WindfallError
+
+STATE_BYTES = 16
+"""What an update reads of a parameter: gradient, master and two moments."""
 GRADIENT_BYTES = MASTER_BYTES = 4
 MOMENT_BYTES = 8
 """Of both moments together."""
@@ -32,7 +40,7 @@ class StateLayout:
     >>> half = replace(alone, host_share=0.5)
     >>> half.gpu_bytes, half.host_bytes, half.moved_bytes
     (12000.0, 6000.0, 12000.0)
-    >>> replace(half, ranks=2).gpu_bytes, StateLayout(trained=16, frozen=1000).gpu_bytes
+    >>> replace(half, ranks=2, sharded=True).gpu_bytes, StateLayout(trained=16, frozen=1000).gpu_bytes
     (6000.0, 2288.0)
     """
 
@@ -42,13 +50,15 @@ class StateLayout:
     value_bytes: int = 2
     """Of a number in the compute dtype."""
     ranks: int = 1
+    sharded: bool = False
+    """Whether the weights are split with FSDP2, maybe over one rank."""
     host_share: float = 0.0
     """How much of what may be in host memory is there."""
 
     @property
     def own_masters(self) -> bool:
-        """Whether the weights are their own masters: parameters split over ranks are in float32."""
-        return self.ranks > 1 or self.value_bytes == MASTER_BYTES
+        """Whether the weights are their own masters: those that are split over ranks are in float32."""
+        return self.sharded or self.value_bytes == MASTER_BYTES
 
     @property
     def movable(self) -> float:
@@ -69,6 +79,11 @@ class StateLayout:
         """By an update, in both directions together."""
         return 2 * self.host_bytes
 
+    @property
+    def training_bytes(self) -> float:
+        """On the GPU, besides the weights: what can sleep while other jobs train."""
+        return self.trained * GRADIENT_BYTES / self.ranks + self.movable - self.host_bytes
+
     def fitted(self, gpu_bytes: float) -> StateLayout:
         """With as little in host memory as fits into this many bytes of the GPU; maybe that does not suffice.
 
@@ -78,6 +93,71 @@ class StateLayout:
         """
         over = replace(self, host_share=0.0).gpu_bytes - gpu_bytes
         return replace(self, host_share=min(1.0, max(0.0, over / self.movable if self.movable else 0.0)))
+
+    def describe(self) -> str:
+        """
+        >>> StateLayout(trained=8_190_000_000).fitted(100e9).describe()
+        '100.0 GB of state on the GPU; 47.4 GB of masters and moments in host memory, 95 GB moved by an update'
+        """
+        on = "each GPU" if self.ranks > 1 else "the GPU"
+        what = "moments" if self.own_masters else "masters and moments"
+        host, moved = self.host_bytes / 1e9, self.moved_bytes / 1e9
+        away = f"; {host:.1f} GB of {what} in host memory, {moved:.0f} GB moved by an update" if host else ""
+        return f"{self.gpu_bytes / 1e9:.1f} GB of state on {on}{away}"
+
+
+Offload = bool | Literal["auto"]
+
+
+def choose(
+    layout: StateLayout, offload: Offload, *, gpu_bytes: float, host_bytes: float, wanted: float, least: float
+) -> StateLayout:
+    """The layout with the least in host memory that fits into `gpu_bytes` beside the `wanted` bytes, or at least beside
+    `least`: activations, and what else is on the GPU. Raises WindfallError, which says what would fit, if there is
+    none. `offload`: as in the recipe; True puts into host memory what may be there, False nothing. `host_bytes`: free
+    there, for each rank.
+
+    >>> options = {"gpu_bytes": 141e9, "host_bytes": 100e9, "wanted": 30e9, "least": 5e9}
+    >>> round(choose(StateLayout(trained=8_190_000_000), "auto", **options).host_share, 2)
+    0.37
+    """
+
+    def chosen(layout: StateLayout) -> StateLayout:
+        if offload == "auto":
+            return layout.fitted(gpu_bytes - wanted)
+        return replace(layout, host_share=float(offload))
+
+    def fits(layout: StateLayout, host: float = host_bytes) -> bool:
+        return layout.gpu_bytes + least <= gpu_bytes and layout.host_bytes <= host
+
+    found = chosen(layout)
+    if fits(found):
+        return found
+    if offload == "auto" and fits(closer := layout.fitted(gpu_bytes - least)):
+        return closer  # host memory is short, too: smaller packs
+    on = f"{found.gpu_bytes / 1e9:.0f} GB on {'each GPU' if layout.ranks > 1 else 'the GPU'}"
+    host, have = "", f"{gpu_bytes / 1e9:.0f} GB"
+    if found.host_bytes > host_bytes:
+        host, have = f", and {found.host_bytes / 1e9:.0f} GB of host memory", f"{have} and {host_bytes / 1e9:.0f} GB"
+    # More ranks on the same machine share its memory.
+    more = _more_ranks(layout, lambda n: fits(chosen(n), host_bytes * layout.ranks / n.ranks))
+    options = [f"train.ranks = {more}"] if more else []
+    if offload is not True and not found.host_bytes and fits(replace(layout, host_share=1.0)):
+        options.insert(0, 'train.offload = "auto"')
+    if not layout.frozen:
+        options.append("adapters ([train.lora])")
+    raise WindfallError(
+        f"the trainer's state does not fit: it needs {'at least ' if offload == 'auto' else ''}{on}, "
+        f"{least / 1e9:.0f} GB besides, mostly for activations{host}; {have} can be used",
+        where="train",
+        fix=f"What fits: {', or '.join(options or ['GPUs with more memory'])}.",
+    )
+
+
+def _more_ranks(layout: StateLayout, fits: Callable[[StateLayout], bool]) -> int:
+    """The smallest power of two of ranks that suffices; 0 if there is none."""
+    sizes = (n for n in (1 << power for power in range(1, 11)) if n > layout.ranks)
+    return next((n for n in sizes if fits(replace(layout, ranks=n, sharded=True))), 0)
 
 
 def put_away(sizes: Sequence[int], share: float) -> list[bool]:

@@ -70,7 +70,7 @@ def main() -> None:
             for variant in ("unsharded", "fsdp2", "adapters", "adapters fsdp2"):
                 found = in_processes(1, name, variant, "cuda", args.steps)
                 first = first or found[0][0]
-                show(name, variant, found, first)
+                show(name, variant, found, first, "cuda")
         return
     for name in args.model or ("cpu",):
         first = 0.0
@@ -81,23 +81,27 @@ def main() -> None:
             show(name, variant, found, first)
 
 
-def show(name: str, variant: str, found: list[tuple[float, float, int, int]], first: float) -> None:
+def show(
+    name: str, variant: str, found: list[tuple[float, float, int, int]], first: float, device: str = "cpu"
+) -> None:
     speed, share = found[0][0], found[0][1]
     state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
     shown = f"{share:>12.1%}" if share else f"{'-':>12}"
-    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    paper = (
+        f"{paper_bytes(name, len(found), device) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    )
     figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.2f}{paper}{peak:>10,.0f}"
     print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
 
 
-def paper_bytes(name: str, ranks: int) -> float:
+def paper_bytes(name: str, ranks: int, device: str = "cpu") -> float:
     s = SHAPES[name]
     shape = ModelShape(
         hidden=s["hidden_size"], intermediate=s["intermediate_size"], layers=s["num_hidden_layers"],
         heads=s["num_attention_heads"], kv_heads=s["num_key_value_heads"], head=s["head_dim"],
         vocabulary=s["vocab_size"], tied=s["tie_word_embeddings"],
     )  # fmt: skip
-    return rank_budget(shape, ranks, pack_tokens=1).layout.gpu_bytes
+    return rank_budget(shape, ranks, pack_tokens=1, value_bytes=2 if device == "cuda" else 4).layout.gpu_bytes
 
 
 def in_processes(size: int, *args: Any) -> list[Any]:

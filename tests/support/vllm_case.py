@@ -40,11 +40,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral-window": lambda: MistralForCausalLM(
         MistralConfig(**SHAPE, sliding_window=32, tie_word_embeddings=False)
     ),
-    # 4 experts, 2 of them for each token
+    # a dense layer between two with 4 experts, 2 of them for each token
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1,
-            norm_topk_prob=True, tie_word_embeddings=False,
+            **(SHAPE | {"num_hidden_layers": 3}), head_dim=32, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, mlp_only_layers=[1], norm_topk_prob=True, tie_word_embeddings=False,
         )
     ),
     # windows in every other layer, norms around every block, scaled embeddings

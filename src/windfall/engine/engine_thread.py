@@ -358,6 +358,7 @@ def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None)
     """
     single = all(len(c.tokens) == 1 for c in chunks)
     expert_counts = tuple(c.expert_tokens for c in chunks)
+    regular = all(c.expert_tokens == len(c.tokens) for c in chunks)
     versions = {name: c.version for c in chunks if (name := policies.get(int(c.id), ""))} if policies else {}
     return Tokens(
         version=0 if versions else chunks[0].version,
@@ -369,5 +370,5 @@ def tokens_frame(chunks: list[Chunk], policies: Mapping[int, str] | None = None)
         logprobs=array("f", (x for c in chunks for x in c.logprobs)).tobytes(),
         finished={i: c.finish for i, c in enumerate(chunks) if c.finish},
         experts=b"".join(c.experts for c in chunks),
-        expert_counts=() if all(c.expert_tokens in (0, len(c.tokens)) for c in chunks) else expert_counts,
+        expert_counts=expert_counts if any(expert_counts) and not regular else (),
     )

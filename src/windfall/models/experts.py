@@ -29,6 +29,8 @@ class ExpertLayer:
     module: nn.Module
     """The experts."""
     count: int
+    index: int
+    """Of the decoder layer."""
 
 
 def dtype_of(experts: int) -> Any:
@@ -62,7 +64,12 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     experts in another way."""
     names = dict(model.named_modules())
     return [
-        ExpertLayer(names[name.rpartition(".")[0]], module, int(module.num_experts))  # pyright: ignore
+        ExpertLayer(
+            names[name.rpartition(".")[0]],
+            module,
+            count=int(module.num_experts),  # pyright: ignore
+            index=next((int(part) for part in name.split(".") if part.isdigit()), 0),
+        )
         for name, module in names.items()
         if hasattr(type(module), "forward")
         and hasattr(module, "_is_expert_parallel")

@@ -546,11 +546,6 @@ class Recipe(Section):
                 "training, the order in which responses finish decides what each step is trained on, so the run cannot "
                 "be repeated bit for bit. Set rollout.staleness = 0, or run.deterministic = false."
             )
-        if self.train.replay_routing is True and self.engine.name == "vllm":
-            raise ValueError(
-                "train.replay_routing = true excludes engine.name = 'vllm': windfall does not read from vLLM which "
-                "experts computed a token. Set train.replay_routing = 'auto', or engine.name = 'windfall'."
-            )
         if self.run.deterministic and self.engine.kv_dtype == "fp8":
             raise ValueError(
                 "run.deterministic = true excludes engine.kv_dtype = 'fp8', which plain torch does not have. "

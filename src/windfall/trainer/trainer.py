@@ -329,7 +329,7 @@ class TorchTrainer:
             raise WindfallError(
                 f"the engines did not record the experts of {without} of {int(sums['tokens'])} tokens",
                 where="train.replay_routing",
-                fix="Use workers with windfall's own engine (engine.name = 'windfall'), or set 'auto'.",
+                fix="Use workers with engine.name = 'windfall' (vLLM's log says why it records none), or set 'auto'.",
             )
         divisor = 1.0 if sums["given"] else sums["divisor"]
         norm, skipped = self.optimizer.update(0.0 if rejected else divisor, adam)

@@ -3,52 +3,24 @@ chooses for the sequence: with chunked prefills, siblings, drafts, evictions and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from tests.support.expert_case import expected, received
 from tests.support.small_models import drain, engine, experts_model, requests, tokens
-from windfall.chosen_experts import ChosenExperts
 from windfall.engine.draft_length import DraftLength
 from windfall.engine.engine_thread import MAX_EXPERT_BYTES, frame_parts, tokens_frame
-from windfall.link.messages import expert_columns
 from windfall.models.attention import NAME
-from windfall.types import Chunk, Request
+from windfall.types import Chunk
 
 
 def model(experts: int = 8) -> Any:
     made = experts_model(experts)
     made.set_attn_implementation(NAME)
     return made
-
-
-def expected(reference: Any, sequence: Iterable[int]) -> np.ndarray:
-    """(tokens, layers, chosen) by transformers, with its own attention."""
-    found: list[torch.Tensor] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda m, a, out: found.append(out[2]))
-        for layer in reference.model.layers
-        if hasattr(layer.mlp, "gate")
-    ]
-    with torch.no_grad():
-        reference(input_ids=torch.tensor([list(sequence)]))
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(found, 1).numpy()
-
-
-def received(request: Request, chunks: Iterable[Chunk], known: ChosenExperts | None = None) -> ChosenExperts:
-    """What a controller makes of the frames."""
-    known = known or ChosenExperts(start=-len(request.prompt))
-    for c in chunks:
-        width, ((start, data),) = expert_columns(tokens_frame([replace(c, id="1")]))
-        assert start == known.end, "every token's experts come once"
-        known.add(start, data, width)
-    return known
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from windfall.engine.module_weights import check_weights
+from windfall.models.experts import expert_layers
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
@@ -38,6 +39,7 @@ class WeightShapes:
         )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.experts = expert_layers(model)
 
     def check(self, version: int, weights: Mapping[str, Any]) -> None:
         """Raise WindfallError unless these weights are those of the model."""

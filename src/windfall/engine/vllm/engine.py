@@ -23,6 +23,8 @@ Rules:
   running responses and adds them again with their tokens; nothing else is touched. vLLM's prefix cache is by name of
   the adapter, and every version has a name of its own.
 - The ranks are processes that end with this one, however it ends (extension.py).
+- In a model with experts, vLLM returns with the tokens of a step the experts of all tokens before the last one that it
+  has not returned yet (`enable_return_routed_experts`): with the first ones those of the prompt.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from windfall.engine.held_policies import AdapterRoom
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.adapters import AdapterFolders
 from windfall.engine.vllm.checkpoint import WeightShapes
+from windfall.models.experts import dtype_of, largest
 from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
 from windfall.weights.merged import MergedWeights
 from windfall.weights.shared import BufferTensors, SharedTensors, TensorFile
@@ -62,9 +65,11 @@ class VllmEngine(Engine):
         tensor_parallel: int,
         adapters: int = 0,
         adapter_rank: int = 0,
+        experts: bool = False,
     ) -> None:
         """`vllm`: an `LLMEngine` of vllm/factory.py. The weights are unset until the first swap. `own_sampler`: use
-        windfall's sampler where vLLM's is not exact. `adapters`, `adapter_rank`: as in EngineSpec."""
+        windfall's sampler where vLLM's is not exact. `adapters`, `adapter_rank`: as in EngineSpec. `experts`: vLLM
+        returns the experts of the tokens."""
         self.versions = {} if adapters else {"": version}
         self._room = AdapterRoom(adapters, adapter_rank)
         self._folders = AdapterFolders() if adapters else None
@@ -82,7 +87,10 @@ class VllmEngine(Engine):
             exact=self._own or bool(facts[0]["v2"]),
             tensor_parallel=tensor_parallel,
             adapters=adapters,
+            experts=experts,
         )
+        self._expert_layers = [layer.index for layer in shapes.experts]
+        self._expert_dtype = dtype_of(largest(shapes.experts)) if experts else None
         self.limit = int(vllm.vllm_config.model_config.max_model_len)
         self._seeded = self._own or not found.for_cpu  # see sampling.py
         self._running: dict[str, _Running] = {}
@@ -113,7 +121,7 @@ class VllmEngine(Engine):
         self._begin(request)
 
     def _begin(self, request: Request) -> None:
-        params = sampling.sampling_params(request, own=self._own)
+        params = sampling.sampling_params(request, own=self._own, experts=self.capabilities.experts)
         if not self._seeded:
             params.seed = None
         id = f"{request.id}-{next(self._numbers)}"
@@ -157,6 +165,10 @@ class VllmEngine(Engine):
             state.tokens += tokens
         self._counters.generated += len(tokens)
         logprobs = output.new_logprobs.logprobs
+        chosen: dict[str, Any] = {}
+        if self._expert_dtype is not None and output.routed_experts is not None:
+            rows = output.routed_experts[:, self._expert_layers].astype(self._expert_dtype)
+            chosen = {"experts": rows.tobytes(), "expert_tokens": len(rows)}
         return Chunk(
             id=state.request.id,
             position=position,
@@ -164,6 +176,7 @@ class VllmEngine(Engine):
             version=self.versions[state.request.policy],
             finish=finish,
             logprobs=tuple(logprobs[:, 0].tolist()) if len(tokens) > 1 else (float(logprobs[0, 0]),),
+            **chosen,
         )
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
@@ -205,7 +218,9 @@ class VllmEngine(Engine):
             # Where vLLM draws by its own state, the first numbers of this seed were used already.
             seed = r.seed if self.capabilities.exact else r.seed + count
             prompt, left = (*r.prompt, *s.tokens), r.max_tokens - count
-            self._begin(replace(r, prompt=prompt, position=r.position + count, max_tokens=left, seed=seed))
+            known = len(prompt) - 1 if count else r.experts_known
+            how = {"max_tokens": left, "seed": seed, "experts_known": known}
+            self._begin(replace(r, prompt=prompt, position=r.position + count, **how))
 
     def _load(self, version: int, weights: Mapping[str, Any]) -> None:
         owned: TensorFile | None = None

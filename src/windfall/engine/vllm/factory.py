@@ -31,6 +31,9 @@ MIN_BLOCKS = 4
 """The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
 GRAPH_ROWS = 512
 """vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
+RECORDER = ("AuxOutput", "outed-experts", "outed_experts")
+"""Words of vLLM's errors where it cannot record the experts of tokens: with its first model runner from 0.32 on, and
+with its second one before."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -85,7 +88,14 @@ def build(
             options["max_cudagraph_capture_size"] = running
         if tensor_parallel > 1:
             options["distributed_executor_backend"] = "mp"
-        vllm = _start(spec, shapes, options)
+        experts = spec.experts and bool(shapes.experts)
+        try:
+            vllm = _start(spec, shapes, {**options, **({"enable_return_routed_experts": True} if experts else {})})
+        except WindfallError as e:
+            if not experts or not any(word in e.what for word in RECORDER):
+                raise
+            print(f"vLLM does not record the experts of tokens here: {e.what}", file=sys.stderr, flush=True)
+            experts, vllm = False, _start(spec, shapes, options)
     engine = VllmEngine(
         vllm,
         shapes,
@@ -94,6 +104,7 @@ def build(
         tensor_parallel=tensor_parallel,
         adapters=spec.adapters,
         adapter_rank=spec.adapter_rank,
+        experts=experts,
     )
     if spec.kv_dtype == "fp8":
         engine.capabilities = replace(engine.capabilities, kv_dtype="fp8")
@@ -137,7 +148,8 @@ def _start(spec: EngineSpec, shapes: WeightShapes, options: dict[str, Any]) -> A
             )
             return LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError, NotImplementedError) as e:
-            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            why = next((line.strip() for line in lines if "Value error, " in line), lines[0])
             fix = "Use engine.name = 'windfall', or lower engine.kv_tokens if memory is short."
             raise WindfallError(f"vLLM cannot run this model: {why}", where="engine.name", fix=fix) from e
 

@@ -41,8 +41,9 @@ NO_DRAFTS = "it accepts drafts by rejection sampling, so the drafts would change
 OTHER_WAYS = "use engine.name = 'windfall', or set VLLM_USE_V2_MODEL_RUNNER=0 for this worker."
 
 
-def sampling_params(request: Request, *, own: bool) -> Any:
-    """vLLM's parameters for a request. `own`: WindfallSampler draws the tokens, not vLLM."""
+def sampling_params(request: Request, *, own: bool, experts: bool = False) -> Any:
+    """vLLM's parameters for a request. `own`: WindfallSampler draws the tokens, not vLLM. `experts`: vLLM returns the
+    chosen experts of the tokens."""
     from vllm import SamplingParams  # pyright: ignore
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore
 
@@ -53,6 +54,7 @@ def sampling_params(request: Request, *, own: bool) -> Any:
         "detokenize": False,
         "logprobs": 0,
         "output_kind": RequestOutputKind.DELTA,
+        **({"routed_experts_prompt_start": request.experts_known} if experts else {}),
     }
     if own:
         s = request.sampling

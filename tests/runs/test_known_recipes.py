@@ -124,7 +124,7 @@ def test_recipe_runs(folder: Path, file: Path) -> None:
     recipe = load_recipe(file)
     fewer: dict[str, object] = {"run.steps": 2, "rollout.groups": 2, "rollout.group_size": 2, "rollout.max_tokens": 24}
     if recipe.policies:
-        fewer["policies.verifier.rollout.max_tokens"] = 48
+        fewer["policies.verifier.rollout.max_tokens"] = 600
     call(folder, "train", file, STAND_IN | fewer | {"eval.tasks": 2, "checkpoint.every": 1})
     events = read(folder / "runs" / recipe.run.name / "events.jsonl")
     steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]

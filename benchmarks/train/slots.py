@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` and `tests` are found
 
 from benchmarks.train.scale import SHAPES
 from tests.support.slot_run import SlotRun, slot_run  # pyright: ignore[reportMissingImports]

@@ -220,7 +220,7 @@ class RemotePolicy:
         return Report(tokens=int(number("tokens", 0)), responses=0, grad_norm=number("grad_norm", 0), lr=adam.lr)
 
     async def publish(self, *, id: str) -> NewVersion:
-        """From now on, `sample` uses the present weights."""
+        """Sample with the present weights from now on."""
         async with self._publishing:
             return await self._publish(id)
 

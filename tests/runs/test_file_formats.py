@@ -22,7 +22,7 @@ from windfall.events.log import read
 from windfall.link import messages
 from windfall.recipe import file as recipe_file
 from windfall.recipe.file import dump_recipe, load_recipe
-from windfall.tinker import store
+from windfall.tinker.disk import store
 from windfall.trainer import checkpoint
 from windfall.weights import delta
 

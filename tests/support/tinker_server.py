@@ -20,11 +20,11 @@ from windfall.models.load import TINY
 from windfall.models.text import Text
 from windfall.recipe.file import load_recipe
 from windfall.tinker import calls as c
-from windfall.tinker.call_log import Entry
+from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.command import BASE
-from windfall.tinker.keys import ApiAccount
+from windfall.tinker.disk.call_log import Entry
+from windfall.tinker.disk.records import TinkerSession
 from windfall.tinker.loop import TinkerLoop
-from windfall.tinker.records import TinkerSession
 from windfall.tinker.service import TinkerService
 from windfall.training import Adam, given
 from windfall.types import Sampling

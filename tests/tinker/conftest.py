@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.tinker_server import Server
-from windfall.tinker import report, service
+from windfall.tinker import service
+from windfall.tinker.accounts import report
 
 
 @pytest.fixture(scope="session")

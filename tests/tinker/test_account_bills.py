@@ -19,8 +19,8 @@ from windfall.errors import WindfallError
 from windfall.events.log import scan
 from windfall.run.views.policy_costs import bill_of
 from windfall.run.views.summary import summarize
-from windfall.tinker import view
-from windfall.tinker.bill import AccountBill
+from windfall.tinker.accounts import view
+from windfall.tinker.accounts.bill import AccountBill
 from windfall.training import Adam, given
 
 CAROL, DAVE = "tml-carol-0123", "tml-dave-012345"

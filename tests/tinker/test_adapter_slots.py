@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
-from windfall.tinker.fairness import TrainerTurns
+from windfall.tinker.accounts.fairness import TrainerTurns
+from windfall.tinker.models.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.training import TrainerLost
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from windfall.controller.cost.accounts import Accounts
 from windfall.controller.cost.bill import Totals, add, priced
-from windfall.tinker.bill import EVENT, PREFILLED, AccountBill
+from windfall.tinker.accounts.bill import EVENT, PREFILLED, AccountBill
 
 
 def test_the_trainer_is_paid_by_seconds() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from windfall.tinker import calls as c
-from windfall.tinker.call_log import CLONE, KEPT_S, CallLog, Entry
-from windfall.tinker.keys import ApiAccount, Keys
-from windfall.tinker.store import TinkerStore
+from windfall.tinker.accounts.keys import ApiAccount, Keys
+from windfall.tinker.disk.call_log import CLONE, KEPT_S, CallLog, Entry
+from windfall.tinker.disk.store import TinkerStore
 
 ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
 DONE = c.Stepped(metrics={"lr": 0.5})

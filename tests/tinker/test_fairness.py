@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from windfall.tinker import fairness
-from windfall.tinker.fairness import LEAST_OPEN, OpenResponses, TrainerTurns
+from windfall.tinker.accounts import fairness
+from windfall.tinker.accounts.fairness import LEAST_OPEN, OpenResponses, TrainerTurns
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.tinker import keys
+from windfall.tinker.accounts import keys
 from windfall.tinker.calls import Refusal
 
 

@@ -13,7 +13,7 @@ from tests.support.tinker_server import ALICE, BOB, Client, Server, contents
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
 from windfall.tinker.calls import Refusal
-from windfall.tinker.saved_weights import PARTS
+from windfall.tinker.disk.saved_weights import PARTS
 from windfall.training import Adam
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.tinker.store import FORMAT, TinkerStore
+from windfall.tinker.disk.store import FORMAT, TinkerStore
 
 
 def test_a_write_that_was_awaited_is_there_after_a_restart(tmp_path: Path) -> None:

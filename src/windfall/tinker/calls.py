@@ -30,10 +30,10 @@ from windfall.types import Sampling
 
 Metadata = dict[str, str]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Of a call of a model or a sampler."""
+"""The number of a call of a model or a sampler."""
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-"""Of responses to one prompt."""
+"""The number of responses to one prompt."""
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class CreateModel(CallBase, frozen=True):
     path: str = ""
     """Start with these weights instead of new ones."""
     optimizer: bool = False
-    """With `path`: also take the state of its optimizer."""
+    """Also take the state of the optimizer from `path`."""
     metadata: Metadata = {}
 
 
@@ -114,9 +114,9 @@ class SaveForSampler(ModelCallBase, frozen=True):
     name: str = ""
     """Empty: they exist as long as the sampler that is made with them."""
     sampler_seq: int | None = None
-    """Without a name: the number of the sampler in its session."""
+    """The number of the sampler in its session, if the weights have no name."""
     live: bool = False
-    """Without a name: all samplers of this kind follow the newest save of the model."""
+    """All samplers of this kind follow the newest save of the model. Only for weights without a name."""
     ttl_s: float | None = None
     metadata: Metadata = {}
 
@@ -165,10 +165,10 @@ class ModelReady(CallBase, frozen=True):
 
 class ForwardResult(CallBase, frozen=True):
     logprobs: tuple[np.ndarray, ...]
-    """Of each sample: the log-prob of each of its targets (float64)."""
+    """The log-probs of the targets of each sample (float64)."""
     metrics: dict[str, float]
     width: int = 0
-    """That of the call."""
+    """The width of the call."""
 
 
 class Stepped(CallBase, frozen=True):
@@ -193,7 +193,7 @@ class Sampled(CallBase, frozen=True):
     prompt_logprobs: np.ndarray | None = None
     """Log-prob of each token of the prompt (float64); NaN for the first one."""
     prompt_top_ids: tuple[tuple[int, ...], ...] = ()
-    """Of each token of the prompt: the most likely tokens in its place; empty for the first one."""
+    """The most likely tokens in the place of each token of the prompt; empty for the first one."""
     prompt_top_logprobs: tuple[tuple[float, ...], ...] = ()
 
 

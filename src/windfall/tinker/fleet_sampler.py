@@ -14,9 +14,9 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.own_responses import OwnResponses
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stop_strings import StopStrings
-from windfall.tinker.bill import PREFILLED
+from windfall.tinker.accounts.bill import PREFILLED
+from windfall.tinker.accounts.fairness import OpenResponses
 from windfall.tinker.calls import SampleCall, SampledSequence
-from windfall.tinker.fairness import OpenResponses
 
 
 class FleetSampler:
@@ -31,9 +31,9 @@ class FleetSampler:
         self._responses = OwnResponses(dispatch)
         self.open = OpenResponses(lambda: sum(member.open_slots for member in dispatch.members.here()))
         self._counted: dict[str, tuple[str, Episode, int]] = {}
-        """By id of a response of a call that is performed: whose it is, and its tokens that were counted."""
+        """Responses of the calls that are performed, by id: the account, and how many tokens were counted."""
         self._work: dict[str, float] = {}
-        """By account: what workers have done since `take_work`."""
+        """What workers have done for each account since `take_work`."""
 
     def check(self, call: SampleCall) -> str:
         """Why the call cannot be performed; "" if it can."""
@@ -82,9 +82,9 @@ class FleetSampler:
         )
 
     def take_work(self) -> dict[str, float]:
-        """By account, what workers have done since the last call, in sampled tokens: a prefilled one counts PREFILLED,
-        and a prompt is prefilled once for all responses to it. If no token came, each response that is waited for
-        counts 1."""
+        """What workers have done for each account since the last call, in sampled tokens. A prefilled token counts
+        PREFILLED, and a prompt is prefilled once for all responses to it. If no token came, each response that is
+        waited for counts 1."""
         for id in self._counted:
             self._count(id)
         work, self._work = self._work, {}

@@ -22,22 +22,22 @@ from windfall.models.load import resolve
 from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK
 from windfall.recipe.sections import Recipe
-from windfall.tinker import keys
-from windfall.tinker.adapter_slots import SampleSlots, Trainers, TrainSlots
-from windfall.tinker.bill import AccountBill
-from windfall.tinker.call_log import CallLog
+from windfall.tinker.accounts import keys
+from windfall.tinker.accounts.bill import AccountBill
+from windfall.tinker.accounts.report import ServerReport
 from windfall.tinker.calls import LoraSpec
 from windfall.tinker.command import BASE
+from windfall.tinker.disk.call_log import CallLog
+from windfall.tinker.disk.store import TinkerStore
 from windfall.tinker.fleet_sampler import FleetSampler
-from windfall.tinker.report import ServerReport
+from windfall.tinker.models.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.service import TinkerService
 from windfall.tinker.shared import ServerTerms, Shared
-from windfall.tinker.store import TinkerStore
 from windfall.tinker.wire.server import TinkerServer
 from windfall.training import AdapterSpec, CheckpointState
 
 ALPHA = 32.0
-"""Of all adapters, as clients of the Tinker API expect: the product of the matrices is multiplied by alpha / rank."""
+"""The alpha of all adapters, as clients of the Tinker API expect: B A is multiplied by alpha / rank."""
 
 
 class TinkerLoop:

@@ -31,7 +31,7 @@ class TinkerPart(LoopPart):
         return "tinker", TinkerSection
 
     def view(self, folder: Path) -> Group | None:
-        from windfall.tinker import view
+        from windfall.tinker.accounts import view
 
         return view.of_folder(folder)
 

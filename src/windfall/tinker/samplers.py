@@ -15,16 +15,16 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.tinker.adapter_slots import SampleSlots
-from windfall.tinker.call_log import Entry, call_id
+from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
+from windfall.tinker.disk.call_log import Entry, call_id
+from windfall.tinker.disk.records import Sampler
+from windfall.tinker.disk.saved_weights import SavedWeights
+from windfall.tinker.disk.store import Statement
 from windfall.tinker.fleet_sampler import FleetSampler
-from windfall.tinker.keys import ApiAccount
-from windfall.tinker.records import Sampler
-from windfall.tinker.saved_weights import SavedWeights
+from windfall.tinker.models.adapter_slots import SampleSlots
 from windfall.tinker.sessions import Sessions
 from windfall.tinker.shared import Attempts, Shared
-from windfall.tinker.store import Statement
 from windfall.training import TrainerLost
 
 KEPT_UNNAMED, UNUSED_S = 16, 3600.0
@@ -41,7 +41,7 @@ class Samplers:
         self._fleet, self._base_policy = fleet, base_policy
         self.all: dict[str, Sampler] = {}
         self._live: dict[str, Path] = {}
-        """By model: its newest live weights."""
+        """The newest live weights of each model."""
         weights.used.append(lambda: [sampler.folder for sampler in self.all.values()])
 
     def restore(self) -> None:
@@ -107,11 +107,11 @@ class Samplers:
     # the end
 
     async def end_session(self, session: str, why: str) -> None:
-        """Drop those of a session. `why`: for their open calls."""
+        """Drop the samplers of a session. `why`: for their open calls."""
         await self._drop([sampler for sampler in self.all.values() if sampler.session == session], why)
 
     async def drop_outdated(self, now: float) -> None:
-        """Drop those of unnamed weights that a loop has left behind: it saves new ones with every step."""
+        """Drop samplers of unnamed weights that a loop has left behind: it saves new ones with every step."""
         unnamed = defaultdict[Path, list[Sampler]](list)
         for sampler in self.all.values():
             if sampler.folder is not None and not sampler.path and sampler.key == str(sampler.folder):

@@ -27,15 +27,15 @@ from msgspec.structs import asdict
 
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.tinker.adapter_slots import SampleSlots, TrainSlots
-from windfall.tinker.bill import AccountBill, AccountCost
-from windfall.tinker.call_log import Entry
-from windfall.tinker.client_models import ClientModels
+from windfall.tinker.accounts.bill import AccountBill, AccountCost
+from windfall.tinker.accounts.keys import ApiAccount
+from windfall.tinker.disk.call_log import Entry
+from windfall.tinker.disk.records import TinkerSession
+from windfall.tinker.disk.saved_weights import SavedWeights
 from windfall.tinker.fleet_sampler import FleetSampler
-from windfall.tinker.keys import ApiAccount
-from windfall.tinker.records import TinkerSession
+from windfall.tinker.models.adapter_slots import SampleSlots, TrainSlots
+from windfall.tinker.models.client_models import ClientModels
 from windfall.tinker.samplers import Samplers
-from windfall.tinker.saved_weights import SavedWeights
 from windfall.tinker.sessions import Sessions
 from windfall.tinker.shared import Shared
 from windfall.training import TrainerLost

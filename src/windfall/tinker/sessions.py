@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
-from windfall.tinker.keys import ApiAccount
-from windfall.tinker.records import TinkerSession
-from windfall.tinker.store import TinkerStore
+from windfall.tinker.disk.records import TinkerSession
+from windfall.tinker.disk.store import TinkerStore
 
 
 class Sessions:
@@ -22,7 +22,7 @@ class Sessions:
         """`log`: logs an event."""
         self._store, self._log = store, log
         self.open: dict[str, TinkerSession] = {}
-        """Those that have not ended."""
+        """Sessions that have not ended."""
 
     def restore(self) -> None:
         now = time.time()
@@ -53,7 +53,7 @@ class Sessions:
         return session
 
     def of(self, account: ApiAccount) -> list[TinkerSession]:
-        """Those that have not ended, newest first."""
+        """The sessions of an account that have not ended, newest first."""
         return sorted((s for s in self.open.values() if s.account == account.name), key=lambda s: -s.created)
 
     def seen(self, id: str) -> None:
@@ -63,16 +63,16 @@ class Sessions:
             session.seen = time.time()
 
     def silent(self, now: float, timeout_s: float) -> list[TinkerSession]:
-        """Those whose clients have sent nothing for so long."""
+        """Sessions whose clients have sent nothing for longer than `timeout_s`."""
         return [s for s in self.open.values() if now - s.seen > timeout_s]
 
     def excuse(self, now: float) -> None:
-        """Nobody is to blame for silence until now: the clock was set, or this process stood still."""
+        """Count no silence before `now`: the clock was set, or this process stood still."""
         for session in self.open.values():
             session.seen = now
 
     async def end(self, session: TinkerSession) -> bool:
-        """Whether it has not ended before."""
+        """End the session. Returns whether it was open."""
         if self.open.pop(session.id, None) is None:
             return False
         session.ended = time.time()

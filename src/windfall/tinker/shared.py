@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.tinker import calls as c
-from windfall.tinker.adapter_slots import Trainers
-from windfall.tinker.call_log import CallLog
+from windfall.tinker.accounts.fairness import TrainerTurns
+from windfall.tinker.accounts.keys import Keys
 from windfall.tinker.calls import Refusal
-from windfall.tinker.fairness import TrainerTurns
-from windfall.tinker.keys import Keys
-from windfall.tinker.store import TinkerStore
+from windfall.tinker.disk.call_log import CallLog
+from windfall.tinker.disk.store import TinkerStore
+from windfall.tinker.models.adapter_slots import Trainers
 from windfall.training import AdapterSpec, TrainerFailed, TrainerLost
 
 FAILURES = 3

@@ -88,7 +88,7 @@ class Setup:
     context: int = 1
     """Ranks that compute a pack together."""
     host_share: float = 0.0
-    """Of masters and moments, how much is in host memory."""
+    """How much of masters and moments is in host memory."""
     bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
@@ -118,11 +118,11 @@ class RankPart:
     """One rank's part of the trainer. All ranks run its public methods together."""
 
     policies: dict[str, PolicyPart]
-    """By name, those that are trained first."""
+    """The policies by name; those that are trained come first."""
     address = ""
-    """Of its weight server, on the first rank of a machine."""
+    """Where its weights are served: the first rank of a machine does that."""
     pids: list[int]
-    """Processes of all ranks, in order."""
+    """The process ids of all ranks, in order."""
 
     def __init__(
         self,
@@ -567,7 +567,7 @@ def _state_bytes(recipe: Recipe, loaded: LoadedBase) -> int:
 
 
 def _hello(loaded: LoadedBase, part: RankPart, name: str) -> Callable[..., m.TrainerHello]:
-    """From the fields of the handshake to what rank 0 says to the controller."""
+    """Makes what rank 0 says to the controller from the fields of the handshake."""
     chosen, policy = loaded.policies[name].chosen, part.policies[name]
     if policy.trainer is None or not policy.trainer.learner.has_graph:  # it decides for every pack what to keep
         chosen = replace(chosen, checkpoint_activations=False)

@@ -52,7 +52,7 @@ class Slab(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of the elements that are compared. A wider one counts as several."""
+        """Width in bytes of the elements that are compared. A wider element counts as several."""
         return min(WIDTHS[piece.entry.dtype] for piece, _, _ in self.pieces)
 
     @property

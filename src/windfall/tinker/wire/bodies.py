@@ -44,7 +44,7 @@ class BodyReader:
     def __init__(self, *, body_bytes: int = MAX_BODY_BYTES, read_s: float = READ_S) -> None:
         self._body_bytes, self._read_s = body_bytes, read_s
         self._bytes: Counter[str] = Counter()
-        """By account, and for _ALL: the bodies in flight."""
+        """Bytes in flight of each account, and of _ALL."""
 
     @asynccontextmanager
     async def receive(self, request: web.Request, account: str) -> AsyncIterator[bytes]:

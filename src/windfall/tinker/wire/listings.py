@@ -10,8 +10,8 @@ from windfall.tinker.calls import LoraSpec, Refusal
 from windfall.tinker.wire.fields import SearchBody
 
 if TYPE_CHECKING:
-    from windfall.tinker.model import TrainedModel
-    from windfall.tinker.records import NamedWeights, TinkerSession
+    from windfall.tinker.disk.records import NamedWeights, TinkerSession
+    from windfall.tinker.models.model import TrainedModel
 
 PARTS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path that says what kind of weights these are, and the kind."""

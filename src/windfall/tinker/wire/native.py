@@ -21,7 +21,7 @@ from windfall.tinker import calls as c
 from windfall.tinker.wire import fields as f
 
 if TYPE_CHECKING:
-    from windfall.tinker.keys import ApiAccount
+    from windfall.tinker.accounts.keys import ApiAccount
     from windfall.tinker.service import TinkerService
 
 WAIT_S = 30.0

@@ -30,8 +30,8 @@ from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.bodies import MAX_BODY_BYTES, BodyReader, zstd
 
 if TYPE_CHECKING:
-    from windfall.tinker.call_log import Entry
-    from windfall.tinker.keys import ApiAccount
+    from windfall.tinker.accounts.keys import ApiAccount
+    from windfall.tinker.disk.call_log import Entry
     from windfall.tinker.service import TinkerService
 
 API = "/api/v1"

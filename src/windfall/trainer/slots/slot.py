@@ -45,7 +45,7 @@ from windfall.training import Adam, Report, Sample
 from windfall.weights import adapter_folder
 
 MAX_TOP = 1024
-"""Upper limit for the most likely tokens of a position that are asked for."""
+"""Upper limit for `top_k`: the most likely tokens that a caller may ask for at each position."""
 NO_FLOATS = np.zeros(0)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from windfall.tinker import calls as c
-from windfall.tinker.keys import ApiAccount, Keys
-from windfall.tinker.store import Statement, TinkerStore
+from windfall.tinker.accounts.keys import ApiAccount, Keys
+from windfall.tinker.disk.store import Statement, TinkerStore
 
 KEPT_S = 600.0
 """Seconds for which a result is kept after it was retrieved."""
@@ -73,9 +73,9 @@ class CallLog:
         self._store, self._keys = store, keys
         self._entries: dict[str, Entry] = {}
         self._open: Counter[str] = Counter()
-        """By account: calls without a result."""
+        """How many calls of each account have no result."""
         self._completed: dict[tuple[str, int], list[Entry]] = defaultdict(list)
-        """By sampler and clone: calls that have a result, in the order of `done`."""
+        """Calls of each sampler and clone that have a result, in the order of `done`."""
         self._news: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._last_done = 0.0
 
@@ -113,7 +113,7 @@ class CallLog:
         return entry
 
     def of(self, owners: Iterable[str]) -> list[Entry]:
-        """Calls without a result of these models and samplers."""
+        """The calls of these models and samplers that have no result."""
         wanted = set(owners)
         return [e for e in self._entries.values() if e.done is None and (e.model in wanted or e.sampler in wanted)]
 
@@ -158,7 +158,7 @@ class CallLog:
         await asyncio.shield(written)
 
     def _announce(self, entry: Entry, written: asyncio.Future[None]) -> None:
-        """The result of a call is on disk."""
+        """Tell who waits that the result of a call is on disk."""
         if written.exception() is not None:
             return  # the store ends the server
         self._open[entry.account] -= 1
@@ -168,7 +168,7 @@ class CallLog:
             self._news[_key(entry)].set()
 
     async def fail(self, entries: Iterable[Entry], why: str) -> None:
-        """Calls that are not performed any more."""
+        """Fail calls: they are not performed any more."""
         entries = [entry for entry in entries if entry.done is None]
         for entry in entries:
             if entry.task is not None:
@@ -188,7 +188,7 @@ class CallLog:
         return c.decode_failed(result) if entry.failed else c.Done(result=c.decode_result(result), size=entry.size)
 
     def retrieved(self, account: ApiAccount, ids: Iterable[str]) -> None:
-        """The client has these results."""
+        """Record that the client has these results."""
         for id in ids:
             entry = self._entries.get(id)
             if entry is not None and entry.account == account.name and entry.event.is_set():
@@ -212,7 +212,7 @@ class CallLog:
                     await news.wait()
 
     def drop_sampler(self, sampler: str) -> None:
-        """Nobody will ask what the sampler has completed."""
+        """Forget what the sampler has completed."""
         for known in (self._completed, self._news):
             for key in [key for key in known if key[0] == sampler]:
                 del known[key]

@@ -9,9 +9,9 @@ from typing import Any
 
 from windfall.controller.assembly import ControllerLife
 from windfall.errors import WindfallError
-from windfall.tinker.bill import EVENT
+from windfall.tinker.accounts.bill import EVENT
 from windfall.tinker.fleet_sampler import FleetSampler
-from windfall.tinker.model import TrainedModel
+from windfall.tinker.models.model import TrainedModel
 from windfall.tinker.service import TinkerService
 
 EVERY_S = 1.0

@@ -19,7 +19,7 @@ import numpy as np
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.tinker import calls as c
-from windfall.tinker.call_log import Entry
+from windfall.tinker.disk.call_log import Entry
 from windfall.training import AdapterSpec, Gradient, Report
 
 SAVE_S = 60.0

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
-from windfall.tinker.fairness import TrainerTurns
-from windfall.tinker.slots import Slots
+from windfall.tinker.accounts.fairness import TrainerTurns
+from windfall.tinker.models.slots import Slots
 from windfall.training import TrainerLost
 
 LOOK_S = 0.2
@@ -95,7 +95,7 @@ class TrainSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str], turns: TrainerTurns) -> None:
         self._trainers, self._slots, self._turns = trainers, Slots(names), turns
         self._loaded: dict[str, SlotUser] = {}
-        """By slot: whose adapter the trainer has there."""
+        """The model whose adapter the trainer has in each slot."""
         self._freed = asyncio.Condition()
         trainers.emptied.append(self._emptied)
 
@@ -161,9 +161,9 @@ class SampleSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str], load: Callable[[str, Path], Awaitable[None]]) -> None:
         self._trainers, self._slots, self._load = trainers, Slots(names), load
         self._loaded: dict[str, Path] = {}
-        """By slot: the weights that workers can have there."""
+        """The weights that workers can have for each slot."""
         self._wanted: dict[str, Path] = {}
-        """By key in use: its weights."""
+        """The weights of each key that is in use."""
         self._locks = {slot.name: asyncio.Lock() for slot in self._slots}
         self._freed = asyncio.Condition()
         trainers.emptied.append(self._emptied)

@@ -22,20 +22,20 @@ import msgspec
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
-from windfall.tinker import call_checks
 from windfall.tinker import calls as c
-from windfall.tinker.adapter_slots import TrainSlots
-from windfall.tinker.call_log import Entry, call_id
+from windfall.tinker.accounts.fairness import TrainerTurn
+from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
-from windfall.tinker.fairness import TrainerTurn
-from windfall.tinker.keys import ApiAccount
-from windfall.tinker.model import Changing, TrainedModel
-from windfall.tinker.records import NamedWeights
+from windfall.tinker.disk.call_log import Entry, call_id
+from windfall.tinker.disk.records import NamedWeights
+from windfall.tinker.disk.saved_weights import PARTS, SavedWeights, link_tree, size
+from windfall.tinker.disk.store import Statement, TinkerStore
+from windfall.tinker.models import call_checks
+from windfall.tinker.models.adapter_slots import TrainSlots
+from windfall.tinker.models.model import Changing, TrainedModel
 from windfall.tinker.samplers import Samplers
-from windfall.tinker.saved_weights import PARTS, SavedWeights, link_tree, size
 from windfall.tinker.sessions import Sessions
 from windfall.tinker.shared import Attempts, Shared
-from windfall.tinker.store import Statement, TinkerStore
 from windfall.training import AdapterSpec, TrainerLost
 
 
@@ -83,7 +83,7 @@ class ClientModels:
         return model
 
     def of(self, account: ApiAccount) -> list[TrainedModel]:
-        """Newest first."""
+        """The models of an account, newest first."""
         return sorted((m for m in self.all.values() if m.account == account.name), key=lambda m: -m.created)
 
     def slot_of(self, model: TrainedModel) -> str:
@@ -210,7 +210,7 @@ class ClientModels:
         await self._shared.calls.done(entry, c.ModelReady(model=entry.model))
 
     async def end_session(self, session: str, why: str) -> None:
-        """Unload those of a session."""
+        """Unload the models of a session."""
         models = [model for model in self.all.values() if model.session == session]
         await asyncio.gather(*(self._unload(model, why) for model in models))
 

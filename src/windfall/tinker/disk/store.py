@@ -159,7 +159,7 @@ class TinkerStore:
 
 
 def _fail(future: asyncio.Future[None], error: Exception) -> None:
-    """Also if nobody waits for it."""
+    """Fail a future, also if nothing waits for it."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # it counts as seen

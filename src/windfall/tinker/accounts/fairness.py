@@ -70,7 +70,7 @@ class TrainerTurn:
     account: str
     _end: Callable[[TrainerTurn], None]
     counted_s: float = 0.0
-    """Until when its seconds are counted (monotonic clock)."""
+    """Its seconds are counted until then (monotonic clock)."""
 
     def end(self) -> None:
         """The trainer has done its work."""
@@ -82,9 +82,9 @@ class TrainerTurns:
         self._queues = Queues[TrainerTurn]()
         self._turn: TrainerTurn | None = None
         self._recent: dict[str, tuple[float, float]] = {}
-        """By account: seconds used of late, and when that was computed."""
+        """The seconds that each account used of late, and when that was computed."""
         self._used: dict[str, float] = {}
-        """Seconds by account since `take`."""
+        """The seconds that each account has used since `take`."""
 
     @contextlib.asynccontextmanager
     async def turn(self, account: str) -> AsyncIterator[TrainerTurn]:
@@ -152,7 +152,7 @@ class OpenResponses:
         self._slots = slots
         self._queues = Queues[int]()
         self.open: dict[str, int] = {}
-        """Responses by account."""
+        """How many responses of each account are open."""
 
     async def admit(self, account: str, count: int) -> None:
         """Wait until the responses of a call may be opened. Each needs `ended`, unless this is canceled."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from windfall.errors import WindfallError
+from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
-from windfall.tinker.keys import ApiAccount
-from windfall.tinker.records import NamedWeights
-from windfall.tinker.store import TinkerStore
+from windfall.tinker.disk.records import NamedWeights
+from windfall.tinker.disk.store import TinkerStore
 
 PARTS = {"training": "weights", "sampler": "sampler_weights"}
-"""By kind of saved weights: the part of their path that says so."""
+"""The part of a path that says what kind of saved weights these are, by kind."""
 
 
 class SavedWeights:
@@ -27,7 +27,7 @@ class SavedWeights:
         """`folder`: that of all models."""
         self._folder, self._store = folder, store
         self.named: dict[str, NamedWeights] = {}
-        """By path."""
+        """Weights that have a name, by path."""
         self.used: list[Callable[[], Iterable[Path | None]]] = []
         """Each returns folders that something uses."""
 
@@ -52,7 +52,7 @@ class SavedWeights:
         return found
 
     def of(self, account: ApiAccount, model: str = "") -> list[NamedWeights]:
-        """Newest first."""
+        """The saved weights of an account, or of one of its models, newest first."""
         mine = (p for p in self.named.values() if p.account == account.name and model in ("", p.model))
         return sorted(mine, key=lambda p: -p.created)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.tinker import calls as c
-from windfall.tinker.store import Statement, TinkerStore
+from windfall.tinker.disk.store import Statement, TinkerStore
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class Sampler:
     session: str
     created: float
     key: str = ""
-    """Of its slot: equal for samplers of the same weights. "" for the base."""
+    """Key of its slot: equal for samplers of the same weights, "" for the base."""
     folder: Path | None = None
     path: str = ""
     """The saved weights; "" if they have no name, or for the base."""

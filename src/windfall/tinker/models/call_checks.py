@@ -8,7 +8,8 @@ from windfall.tinker import calls as c
 from windfall.training import Adam, Sample
 
 MAX_SETTING = 1e6
-"""Of the optimizer. Larger ones leave the range of float32 within one update, which ends the trainer's process."""
+"""Largest setting of the optimizer. Larger ones leave the range of float32 within one update, which ends
+the trainer."""
 
 
 def why_not(call: c.ModelCall, *, context: int, vocabulary: int) -> str:

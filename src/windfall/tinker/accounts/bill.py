@@ -39,7 +39,7 @@ class AccountCost(msgspec.Struct, frozen=True, kw_only=True):
     """What one account has used, or what is idle."""
 
     usd: float = 0.0
-    """Without the time of machines whose price is not known."""
+    """Machines whose price is not known cost nothing here."""
     trainer_s: float = 0.0
     worker_s: float = 0.0
 
@@ -53,12 +53,12 @@ class AccountCost(msgspec.Struct, frozen=True, kw_only=True):
 class AccountBill:
     def __init__(self) -> None:
         self.parts: dict[str, AccountCost] = {}
-        """By account."""
+        """The part of each account."""
         self.idle = AccountCost()
         self._before = Totals()
-        """Of the controllers before this one."""
+        """What the controllers before this one have billed."""
         self._totals = Totals()
-        """Of this controller, when `charge` was called last."""
+        """What this controller had billed when `charge` was called last."""
 
     @classmethod
     def restored(cls, events: Iterable[Mapping[str, Any]]) -> AccountBill:

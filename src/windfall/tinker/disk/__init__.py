@@ -1,0 +1,1 @@
+"""What the server has on disk: calls, sessions, models and saved weights."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipe_plans
 import typer.main
 import yaml
 
@@ -25,7 +26,7 @@ from windfall.run import worker_sources
 from windfall.run.cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")])
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
@@ -39,6 +40,14 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert (ROOT / "docs" / f"{name}s.md").read_text() == module.page(), (
         f"python scripts/{name}_reference.py > docs/{name}s.md"
     )
+
+
+@pytest.mark.parametrize("folder", recipe_plans.FOLDERS, ids=lambda folder: folder.name)
+def test_pages_of_recipes_have_what_is_planned(folder: Path) -> None:
+    made = recipe_plans.table([folder])
+    assert recipe_plans.between((folder / "README.md").read_text()) == made, "python scripts/recipe_plans.py"
+    rows = made.split("\n", 2)[2]
+    assert rows in recipe_plans.between(recipe_plans.PAGE.read_text()), "python scripts/recipe_plans.py"
 
 
 def test_the_site_lists_every_page_once() -> None:

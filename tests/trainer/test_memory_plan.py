@@ -57,7 +57,7 @@ def test_what_the_state_of_a_rank_needs() -> None:
     section = recipe(lora=True).train.lora
     adapters, several = trained_parameters(MODEL, section), layout_of(recipe(lora=True), MODEL, ranks=4, sharded=True)
     assert 0 < adapters < WHOLE
-    assert several.gpu_bytes == (2 * WHOLE + 16 * adapters) / 4
+    assert several.gpu_bytes == 2 * WHOLE / 4 + 18 * adapters
     assert section is not None
     beside = layout_of(recipe(lora=True), MODEL, beside=[section])
     assert beside.trained == 2 * adapters
@@ -89,6 +89,18 @@ def test_several_ranks_keep_their_masters() -> None:
     assert two.layout.movable == 8 * BILLIONS / 2
     eight = plan(recipe(), 80 * GB, ranks=8, sharded=True)
     assert eight.layout.host_share == 0
+
+
+def test_the_base_of_adapters_is_whole_on_every_rank_if_it_fits() -> None:
+    place: dict[str, Any] = {"ranks": 4, "sharded": True}
+    large, small = plan(recipe(lora=True), 80 * GB, **place), plan(recipe(lora=True), 24 * GB, **place)
+    assert not large.layout.sharded
+    assert large.layout.gpu_bytes > 2 * BILLIONS
+    assert "on each GPU, with the whole base" in large.describe()
+    assert small.layout.sharded
+    assert small.layout.gpu_bytes < 0.6 * BILLIONS
+    assert "on each GPU, with 1/4 of the base" in small.describe()
+    assert small.peak_bytes < 24 * GB
 
 
 def test_smaller_packs_if_host_memory_is_short() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.support import plain_layers
+from tests.support import plain_layers, rank_tensors
 from tests.support.rank_processes import run_ranks
 from windfall.models import attention
 from windfall.recipe.lora import Lora
@@ -24,6 +24,7 @@ from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.llama import LlamaLayer
 from windfall.trainer.model.logprobs import Learner, PolicyModule
+from windfall.trainer.model.lora import is_adapter
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import is_sharded, sharded_policy
 from windfall.training import Sample
@@ -99,7 +100,8 @@ def learn(learner: Learner, pack: list[Sample]) -> None:
 
 def learner_of(policy: Any, keep: int | None) -> Learner:
     """`keep`: what windfall's own layers keep; None: those of transformers."""
-    learner = Learner(policy, Gradients(trained(policy.model if isinstance(policy, PolicyModule) else policy)))
+    several = isinstance(policy, PolicyModule)
+    learner = Learner(policy, Gradients(trained(policy.model if several else policy), together=several))
     if keep is not None:
         learner.use_own_layers(keep=keep)
     return learner
@@ -140,11 +142,12 @@ def sharded(ranks: TrainerRanks, name: str, keep: int | None, dtype: torch.dtype
     learn(learner, second)
     learner.score(first, TEMPERATURE)
     weights = dict(policy.model.named_parameters())
-    assert all(is_sharded(p) for p in weights.values()), "sharded after a pass"
-    assert all(p.dtype == (torch.float32 if p.requires_grad else dtype) for p in weights.values())
+    assert all(is_sharded(p) != is_adapter(n) for n, p in weights.items()), "sharded after a pass"
+    masters = {n for n, p in weights.items() if p.requires_grad and is_sharded(p)}
+    assert all(p.dtype == (torch.float32 if n in masters else dtype) for n, p in weights.items())
     return {
         "scores": torch.cat([x for part in ranks.all_gather(scores) for x in part]),
-        **{n: p.grad.full_tensor() for n, p in weights.items() if p.grad is not None},
+        **rank_tensors.gradients(ranks, weights),
     }
 
 

@@ -27,6 +27,8 @@ from windfall.weights.merged import is_repeated
 
 ENDS = ("lm_head", adapter_folder.EMBEDDING)
 """The head and the embeddings, as targets of an adapter."""
+WHOLE_BASE_SHARE = 0.5
+"""Share of the free host memory that the bases of several ranks may use, if each has a whole one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,8 @@ class Derived:
     """Tokens of the longest prompt and response together, judged by the first tasks."""
     host_share: float = 0.0
     """Of masters and moments, how much is in host memory."""
+    whole_base: bool = False
+    """Of several ranks that train adapters: whether each has the whole base."""
     memory: str = ""
     """On a GPU: what its memory is used for."""
     predicted_bytes: int = 0
@@ -178,13 +182,17 @@ def derive(
     c, asked = model.config, recipe.train.checkpoint_activations
     longest = longest_of(recipe, model, prompts)
     pack, offload, memory, peak = max(longest, 4096), recipe.train.offload, "", 0.0
-    host_share = float(offload is True)
+    host_share, whole_base = float(offload is True), False
     if device == "cuda":
         import torch
 
         total = torch.cuda.mem_get_info()[1]
         plan = plan_memory(recipe, model, longest, free=free_bytes("cuda"), total=total, host=free_bytes(), **place)
         pack, host_share, memory, peak = plan.pack_tokens, plan.layout.host_share, plan.describe(), plan.peak_bytes
+        whole_base = plan.layout.frozen > 0 and not plan.layout.sharded
+    elif recipe.train.lora is not None:
+        needed = place.get("local_ranks", 1) * sum(p.nbytes for p in model.parameters())
+        whole_base = needed < WHOLE_BASE_SHARE * free_bytes(device)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     of_rank = micro / recipe.train.context_parallel
@@ -197,6 +205,7 @@ def derive(
         longest=longest,
         checkpoint_activations=much if asked == "auto" else asked,
         host_share=host_share,
+        whole_base=whole_base,
         memory=memory,
         predicted_bytes=int(peak),
     )

@@ -39,8 +39,8 @@ def layout_of(
     recipe: Recipe, model: Any, *, ranks: int = 1, sharded: bool = False, trains: bool = True,
     beside: Sequence[Lora] = (),
 ) -> StateLayout:  # fmt: skip
-    """The layout with everything on the device. `trains`: the policy is trained, or a slot to train in. `beside`:
-    adapters of others that are."""
+    """The layout with everything on the device. `sharded`: there are ranks over which weights may be split. `trains`:
+    the policy is trained, or a slot to train in. `beside`: adapters of others that are."""
     from windfall.trainer.model.lora import trained_parameters
 
     section = recipe.train.lora
@@ -61,16 +61,9 @@ def plan_memory(
     whole = width * sum(p.numel() for p in model.parameters())
     if SOCKET in os.environ:  # states of other jobs sleep when this one trains
         free = max(free, residence.STATE_SHARE * total)
-    others = (
-        _others(recipe, layout, whole, free)
-        + rank_budget(
-            shape,
-            layout.ranks,
-            pack_tokens=1,
-            value_bytes=width,
-            adapter_parameters=layout.trained if layout.frozen else 0,
-        ).gathered
-    )
+    copies, adapters = _copies(recipe, layout, whole, free), layout.trained if layout.frozen else 0
+    budget = rank_budget(shape, layout.ranks, pack_tokens=1, value_bytes=width, adapter_parameters=adapters)
+    others = copies + budget.gathered
     room = free + (0 if layout.sharded else whole)
     share = 1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0
     least = activation_memory.needed_bytes(of_rank, layers, each, least=True) / share + others
@@ -79,6 +72,8 @@ def plan_memory(
         layout, recipe.train.offload, gpu_bytes=room, wanted=wanted, least=least,
         host_bytes=residence.MEMORY_SHARE * host / local_ranks,
     )  # fmt: skip
+    if not layout.sharded:  # nothing is gathered
+        others = copies
     left = (room - others - layout.gpu_bytes) * share
     pack = recipe.train.micro_tokens or context * activation_memory.pack_tokens(left, layers, each, of_rank)
     kept = activation_memory.needed_bytes(-(-pack // context), layers, each) * activation_memory.MAX_MEMORY_SHARE
@@ -86,7 +81,7 @@ def plan_memory(
     return MemoryPlan(layout=layout, pack_tokens=pack, peak_bytes=layout.gpu_bytes + kept + others)
 
 
-def _others(recipe: Recipe, layout: StateLayout, whole: float, free: float) -> float:
+def _copies(recipe: Recipe, layout: StateLayout, whole: float, free: float) -> float:
     """Bytes of other copies of the weights. `whole`: of one copy."""
     if recipe.train.lora is None:  # the KL reference
         return whole / layout.ranks * (recipe.algorithm.kl > 0)

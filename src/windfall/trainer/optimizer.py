@@ -2,7 +2,8 @@
 float32 (gradients.py), and the model gets the rounded result. A float32 model is its own master.
 
 In sharded training (sharding.py) the parameters are float32 masters, and every rank updates its own rows. Only the norm
-of the gradient needs the other ranks: all of them clip by the same norm, or skip the update together.
+of the gradient needs the other ranks: all of them clip by the same norm, or skip the update together. Every rank has
+all adapters: their gradients are summed over the ranks once, and every rank makes the same update.
 
 Where masters and moments are is decided by ranks/state_layout.py; weight_state.py keeps and updates them.
 """
@@ -46,7 +47,7 @@ class Optimizer:
         self.updates = 0
         self.ranks = ranks or TrainerRanks.alone()
         self.dtype = dtype
-        self.gradients = Gradients(weights)
+        self.gradients = Gradients(weights, together=self.ranks.distributed)
         self._model = weights
         away = put_away([rows(p).numel() for p in weights.values()], host_share)
         self._states = dict(zip(weights, make_states(list(weights.values()), away), strict=True))
@@ -106,15 +107,15 @@ class Optimizer:
         self.gradients.zero()
 
     def _gradients(self) -> list[Tensor]:
-        """The accumulated gradients of this rank, in a few tensors."""
-        if not any(map(is_sharded, self._model.values())):
-            return self.gradients.all()
+        """The accumulated gradients of this rank, in a few tensors; those of adapters are summed over the ranks."""
+        if not self.gradients.sharded:
+            return [self.ranks.sum(each) for each in self.gradients.all()]
         return [rows(p.grad) for p in self._model.values() if p.grad is not None and rows(p).numel()]
 
     def _norm(self, grads: list[Tensor]) -> float:
         """The norm of the gradient over all ranks."""
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or not self.gradients.sharded:
             return float(norm)
         return math.sqrt(float(self.ranks.sum(norm.double().square().to(self.ranks.device))))
 

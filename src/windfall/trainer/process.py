@@ -89,6 +89,8 @@ class Setup:
     """Ranks that compute a pack together."""
     host_share: float = 0.0
     """How much of masters and moments is in host memory."""
+    whole_base: bool = False
+    """Whether each rank has the whole base of the adapters."""
     bucket: str = ""
     """Name of the run in the bucket, if there is one."""
 
@@ -278,7 +280,7 @@ def _shard(
             weights[name] = TrainedWeights(model=model, adapters=adapters, frozen=not recipe.is_trained(name))
 
     source = _tensors(next(iter(loaded.values())).model) if loaded else None
-    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
+    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, whole_base=setup.whole_base, **options)
     if first.algorithm.kl and not any(each.adapters for each in weights.values()):
         source = None if reference is None else _tensors(reference)
         reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
@@ -545,6 +547,7 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
         policies={name: each.setup for name, each in loaded.policies.items()},
         context=part.recipe.train.context_parallel if part.recipe.trains(part.place.base) else 1,
         host_share=loaded.policies[part.place.base].chosen.host_share,
+        whole_base=loaded.policies[part.place.base].chosen.whole_base,
     )
     part.orders.call(part.build, setup)
     if part.ranks.distributed:

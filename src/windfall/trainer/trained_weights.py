@@ -10,7 +10,7 @@ and the base are files that people edit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,20 @@ class TrainedWeights:
     ) -> Any:
         """Publish the present weights as this version. Returns their manifest. `copied` is called once they may change
         again. `pack`: compress the delta."""
-        if self.adapters is None and not self.frozen:
-            return publisher.publish(version, _shards(self.model.state_dict()), copied=copied, pack=pack)
         from windfall.trainer.model.lora import base_tensors
+        from windfall.trainer.ranks.sharding import to_publish
 
-        published = publisher.base
-        base = published.manifest if published else publisher.publish_base(_shards(base_tensors(self.model)))
+        if self.adapters is None and not self.frozen:
+            mine = to_publish(self.model.state_dict(), publisher.ranks)
+            return publisher.publish(version, mine, copied=copied, pack=pack)
+
+        if (published := publisher.base) is not None:
+            base = published.manifest
+        else:
+            base = publisher.publish_base(to_publish(base_tensors(self.model), publisher.ranks))
         if self.adapters is None:
             return msgspec.structs.replace(base, version=version)
-        tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
+        tensors, scale = to_publish(self.adapters.tensors(), publisher.ranks), self.adapters.scale
         return publisher.publish(version, tensors, copied=copied, base=base.digest, scale=scale, pack=pack)
 
     def follow(self, original: TrainedWeights) -> None:
@@ -141,13 +146,6 @@ def collect(publisher: Any, ranks: Any) -> Any:
 
     send_to_first(ranks, (), write)
     return whole
-
-
-def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors as a publisher takes them: only the rows of this rank if a tensor is split over ranks."""
-    from windfall.trainer.ranks.sharding import as_shard, is_sharded
-
-    return {name: as_shard(t) if is_sharded(t) else t for name, t in tensors.items()}
 
 
 def model_to_load(recipe: Recipe, found: VerifiedCheckpoint | None) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import rank_tensors
 from tests.support.rank_processes import run_ranks
 from windfall.link import messages as m
 from windfall.models import load
@@ -40,7 +41,8 @@ def samples(seed: int) -> list[Sample]:
 
 
 def build(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None) -> tuple[RankPart, Any, Any] | None:
-    """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build."""
+    """This rank's part, as the trainer's processes make it: rank 0 loads and gives the order to build. Of two ranks,
+    each has a half of the base; of four, the whole."""
     recipe, orders = parse_recipe(RECIPE, where="test"), Orders(ranks)
     if not ranks.first:
         RankPart(recipe, folder, orders)
@@ -52,8 +54,9 @@ def build(ranks: TrainerRanks, folder: Path, found: VerifiedCheckpoint | None) -
     assert loaded.adapters is not None
     own = PolicySetup(micro_tokens=64, checkpoint=found.path if found else None, adapter=loaded.adapters.config)
     setup = Setup(
-        model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False, policies={"": own}
-    )
+        model_config=model.config, dtype="float32", checkpoint_activations=False, onednn=False, policies={"": own},
+        whole_base=ranks.size == 4,
+    )  # fmt: skip
     orders.call(part.build, setup)
     policy = part.policies[""]
     collect = lambda: orders.call(part.collect, "")  # noqa: E731
@@ -141,7 +144,7 @@ def test_new_adapters_of_all_ranks_are_those_of_the_seed(tmp_path: Path) -> None
 
 def first_adapters(ranks: TrainerRanks, folder: Path) -> dict[str, torch.Tensor]:
     part = part_of(ranks, folder, "bfloat16", "all")
-    return whole(ranks, part.policies[""].weights.adapters.tensors())
+    return rank_tensors.weights(ranks, part.policies[""].weights.adapters.tensors())
 
 
 def part_of(ranks: TrainerRanks, folder: Path, dtype: str, targets: Any, *, noise: float = 0.0) -> RankPart:
@@ -164,13 +167,6 @@ def part_of(ranks: TrainerRanks, folder: Path, dtype: str, targets: Any, *, nois
     return part
 
 
-def whole(ranks: TrainerRanks, named: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """The rows of all ranks."""
-    from windfall.trainer.ranks.sharding import rows
-
-    return {n: torch.cat(ranks.all_gather(rows(t).float().clone())) for n, t in named.items() if t is not None}
-
-
 @pytest.mark.slow
 def test_gradients_of_head_and_embeddings_are_those_of_one_rank(tmp_path: Path) -> None:
     """Head and embeddings of the tiny model are one matrix."""
@@ -190,4 +186,4 @@ def gradients(ranks: TrainerRanks, folder: Path) -> dict[str, torch.Tensor]:
     trainer = part.policies[""].trainer
     assert trainer is not None
     trainer._forward_backward(packs, [[] for _ in packs])
-    return whole(ranks, {n: t.grad for n, t in part.policies[""].weights.adapters.tensors().items()})
+    return rank_tensors.gradients(ranks, part.policies[""].weights.adapters.tensors())

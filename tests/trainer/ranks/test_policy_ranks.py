@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import rank_tensors
 from tests.support.rank_processes import run_ranks
-from tests.trainer.ranks.test_ranks import MODELS, make_samples, tensors, whole
+from tests.trainer.ranks.test_ranks import MODELS, make_samples, tensors
 from tests.trainer.test_policy_part import ORDER, POLICIES, build, recipe
 from tests.trainer.test_policy_part import train as step
 from windfall import algorithms
@@ -30,7 +31,7 @@ SECTIONS = {
     "verifier": Lora(rank=5, alpha=2.0, targets=["q_proj", "v_proj", "down_proj"]),
     "third": Lora(rank=2, targets=["layers.1.mlp.up_proj"]),
 }
-"""With four ranks, the last one has no row of some matrices. The policies have adapters of different layers."""
+"""The policies have adapters of different layers."""
 KL = {"solver": 0.0, "verifier": 0.1, "third": 0.0}
 TURNS = ("solver", "verifier", "solver", "third", "verifier", "third", "solver")
 """Whose samples are next. A step of a policy has two passes, and steps of others begin and end between them."""
@@ -43,15 +44,13 @@ class Holder:
         self.ranks, self.trainers = ranks, trainers
 
     def gradients(self, policy: str) -> Any:
-        found = self.trainers[policy].optimizer.gradients.weights
-        return whole(self.ranks, {n: p.grad for n, p in found.items() if p.grad is not None})
+        return rank_tensors.gradients(self.ranks, self.trainers[policy].optimizer.gradients.weights)
 
     def state(self, policy: str) -> Any:
         """The weights, and Adam's moments."""
         optimizer = self.trainers[policy].optimizer
-        parts = self.ranks.gather({n: t.local.clone() for n, t in optimizer.state().items() if t.shape})
-        weights = whole(self.ranks, dict(optimizer.gradients.weights))
-        return weights, {n: torch.cat([p[n] for p in parts]) for n in parts[0]} if parts else None
+        moments = {n: t.local for n, t in optimizer.state().items()}
+        return [rank_tensors.weights(self.ranks, each) for each in (optimizer.gradients.weights, moments)]
 
 
 def train(ranks: TrainerRanks, policies: tuple[str, ...], dtype: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests.support import rank_tensors
 from tests.support.rank_processes import run_ranks
 from windfall import algorithms
 from windfall.models import attention
@@ -47,10 +48,11 @@ MODELS = {
     "llama adapters": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "qwen3 adapters": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "experts adapters": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen3 adapters, whole base": Qwen3Config(**SHAPE, tie_word_embeddings=True),
 }
-QUICK = (("qwen3", 4), ("experts", 2), ("qwen3 adapters", 4))
+QUICK = (("qwen3", 4), ("experts", 2), ("qwen3 adapters", 4), ("qwen3 adapters, whole base", 2))
 """Models and numbers of ranks that cover most of the others."""
-WITH_KL = ("llama tied", "qwen3 adapters")
+WITH_KL = ("llama tied", "qwen3 adapters", "qwen3 adapters, whole base")
 UPDATES = 3
 
 
@@ -71,9 +73,8 @@ def make_model(name: str) -> Any:
 
 
 def attach(name: str, model: Any) -> lora.Adapters | None:
-    """Adapters of rank 3: with four ranks, the last one has no row of A."""
     section = Lora(rank=3, targets=["q_proj", "v_proj"] if name.startswith("llama") else "all")
-    return lora.attach(model, section, base="", seed=0) if name.endswith("adapters") else None
+    return lora.attach(model, section, base="", seed=0) if "adapters" in name else None
 
 
 def make_samples(seed: int, count: int) -> list[Sample]:
@@ -117,9 +118,11 @@ def make_trainer(
     else:
         found: list[lora.Adapters | None] = []
         options: dict[str, Any] = {"dtype": dtype}
+        whole_base = name.endswith("whole base")
         model = sharded_policy(
-            MODELS[name], tensors(model), ranks, prepare=lambda m: found.append(attach(name, m)), **options
-        )
+            MODELS[name], tensors(model), ranks, prepare=lambda m: found.append(attach(name, m)),
+            whole_base=whole_base, **options,
+        )  # fmt: skip
         reference = found[0]
         if kl and reference is None:
             source = make_model(name) if ranks.first else None
@@ -130,12 +133,6 @@ def make_trainer(
     return TorchTrainer(model, algorithm, recipe, micro_tokens=64, **options)
 
 
-def whole(ranks: TrainerRanks, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """The rows of all ranks, on rank 0."""
-    parts = ranks.gather({n: rows(t).clone() for n, t in named.items()})
-    return {n: torch.cat([part[n] for part in parts]) for n in named} if parts is not None else None
-
-
 class Collector:
     """Gathers what a trainer's ranks hold."""
 
@@ -143,11 +140,11 @@ class Collector:
         self.model, self.ranks = trainer.model, trainer.ranks
         trainer.orders.add(self)
 
-    def gradients(self) -> dict[str, torch.Tensor] | None:
-        return whole(self.ranks, {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return rank_tensors.gradients(self.ranks, dict(self.model.named_parameters()))
 
-    def weights(self) -> Any:
-        return whole(self.ranks, dict(self.model.named_parameters()))
+    def weights(self) -> dict[str, torch.Tensor]:
+        return rank_tensors.weights(self.ranks, dict(self.model.named_parameters()))
 
 
 def train(ranks: TrainerRanks, name: str, kl: float) -> Any:

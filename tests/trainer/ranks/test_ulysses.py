@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.support import plain_layers
+from tests.support import plain_layers, rank_tensors
 from tests.support.rank_processes import run_ranks
 from windfall import algorithms
 from windfall.algorithms.given import Loss
@@ -64,9 +64,12 @@ CASES: list[Case] = [
     *((name, adapted, None) for name in MODELS for adapted in (False, True)),
     ("llama", False, ALL),
     ("llama", True, LEAST),
+    ("qwen3", True, LIGHT),
     ("qwen3", False, LEAST),
     ("mistral", False, LIGHT),
 ]
+WHOLE_BASE = ("qwen3", "gemma3", "phi")
+"""Models whose base is whole on every rank if adapters are trained."""
 LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 """Numbers of ranks, and of those that compute a pack together."""
 
@@ -117,7 +120,9 @@ def make_trainer(ranks: TrainerRanks, context: int, case: Case, kl: float) -> To
     if ranks.size > 1:
         source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
         prepare = (lambda module: found.append(attach(module))) if adapted else (lambda module: None)
-        model = sharded_policy(MODELS[name](), source, ranks, dtype=torch.float32, prepare=prepare)
+        whole_base = adapted and name in WHOLE_BASE
+        options: dict[str, Any] = {"dtype": torch.float32, "prepare": prepare, "whole_base": whole_base}
+        model = sharded_policy(MODELS[name](), source, ranks, **options)
     trainer = TorchTrainer(
         model, algorithms.make("gspo"), parse_recipe(sections, where="test"), micro_tokens=70, orders=Orders(ranks),
         reference=None if not kl else model_of(name, False), context=ContextGroup.of(ranks, context),
@@ -131,18 +136,14 @@ class Collector:
     """Gathers what a trainer's ranks hold."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
-        self.model = trainer.model
+        self.model, self.ranks = trainer.model, trainer.ranks
         trainer.orders.add(self)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {n: full(p.grad).clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        return rank_tensors.gradients(self.ranks, dict(self.model.named_parameters()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {n: full(p).detach().clone() for n, p in self.model.named_parameters()}
-
-
-def full(t: Any) -> torch.Tensor:
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
+        return rank_tensors.weights(self.ranks, dict(self.model.named_parameters()))
 
 
 def train(ranks: TrainerRanks, context: int, case: Case, kl: float = 0.0) -> Any:

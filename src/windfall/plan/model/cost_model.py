@@ -224,10 +224,10 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         raise DoesNotFit(f"{gpus} {gpu.name} cannot be divided into groups of train.context_parallel = {context}")
     usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
 
-    def budget(tokens: int) -> RankBudget:
+    def budget(tokens: int, *, whole_base: bool = False) -> RankBudget:
         return rank_budget(
             work.shape, gpus, pack_tokens=tokens, kl=work.kl, adapter_parameters=work.adapter_parameters,
-            context=context,
+            whole_base=whole_base, context=context,
         )  # fmt: skip
 
     least, kept = budget(longest), work.shape.kept(VALUE_BYTES)
@@ -239,10 +239,11 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
         )  # fmt: skip
     except WindfallError as error:
         raise DoesNotFit(f"training on {gpus} {gpu.name}: {error.what}") from error
-    least = replace(least, layout=layout)
+    whole_base = layout.frozen > 0 and not layout.sharded
+    least = replace(budget(longest, whole_base=whole_base), layout=layout)
     left, of_rank = gpu.memory_bytes - least.fixed, -(-longest // context)
     pack = context * activation_memory.pack_tokens(left, work.shape.layers, kept, of_rank)
-    rank = replace(budget(pack), layout=layout)
+    rank = replace(budget(pack, whole_base=whole_base), layout=layout)
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
     tokens = work.trained_tokens
@@ -252,7 +253,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     link = (gpu.link if gpus <= per_machine else min(gpu.link, network)) * LINK_SHARE
     packs = math.ceil(tokens * context / gpus / pack)
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
-    update_s = optimizer_s(STATE_BYTES * layout.trained / gpus, gpu.bandwidth, e) + layout.host_bytes / HOST_BYTES_PER_S
+    update_s = optimizer_s(STATE_BYTES * layout.trained_here, gpu.bandwidth, e) + layout.host_bytes / HOST_BYTES_PER_S
     update_s += e.publish_s + work.update_bytes / gpus / e.publish_bytes_per_s
     if gpu.trainer is not None:  # measured times are as they are
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s

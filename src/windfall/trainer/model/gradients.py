@@ -8,6 +8,9 @@ adjacent and their gradient is one matrix product.
 Sharded by FSDP2, a weight exists as a whole only during its part of a pass. Its gradient is returned to autograd;
 FSDP2 sums it over the ranks and adds the rows of this rank to the `grad` of the sharded parameter.
 
+Adapters are never split. With several ranks, their sums are one long tensor, which is added up over the ranks before
+an update (optimizer.py).
+
 A module with the adapters of several policies has a `Gradients` for each: zero, divide and step are per policy. In a
 pass, the sum of a weight is found by the weight, so any of them will do.
 """
@@ -30,18 +33,22 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class Gradients:
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """`weights`: those that are trained (`trained`). Of a sharded model, as they are between passes."""
+    def __init__(self, weights: Mapping[str, Tensor], *, together: bool = False) -> None:
+        """`weights`: those that are trained (`trained`). Of a sharded model, as they are between passes. `together`:
+        other ranks make the same passes, so every pass runs backward, even if its loss has no gradient."""
         self.weights = weights
         self.sharded = any(isinstance(p, DTensor) for p in self.weights.values())
-        half = [p for p in self.weights.values() if p.dtype != torch.float32 and not self.sharded]
-        half.sort(key=lambda p: p.dim() < 2)
-        lengths = [_aligned(p.numel()) for p in half]
-        self._flat = torch.zeros(sum(lengths), device=half[0].device) if half else None
+        self.together = together or self.sharded
+        flat = [p for p in self.weights.values() if self.together or p.dtype != torch.float32]
+        flat = [] if self.sharded else sorted(flat, key=lambda p: p.dim() < 2)
+        lengths = [_aligned(p.numel()) for p in flat]
+        self._flat = torch.zeros(sum(lengths), device=flat[0].device) if flat else None
+        self._others = [p for p in weights.values() if p.dtype == torch.float32 and not self.together]
+        """Unsharded weights whose sums are tensors of their own."""
         self._joined: dict[tuple[int, ...], Tensor | None] = {}
         """Joined sums of half precision weights, by their ids: a cache, because the check for adjacency is slow."""
-        accept_float32(half)
-        for p, part in zip(half, self._flat.split(lengths) if self._flat is not None else (), strict=True):
+        accept_float32(flat)
+        for p, part in zip(flat, self._flat.split(lengths) if self._flat is not None else (), strict=True):
             p.grad = part[: p.numel()].view(p.shape)
 
     def of(self, p: Tensor) -> Tensor | None:
@@ -54,15 +61,15 @@ class Gradients:
     def zero(self) -> None:
         if self._flat is not None:
             self._flat.zero_()
-        for p in self.weights.values():
-            if self.sharded:
-                p.grad = None
-            elif p.grad is not None and p.dtype == torch.float32:
+        for p in self._others:
+            if p.grad is not None:
                 p.grad.zero_()
+        for p in self.weights.values() if self.sharded else ():
+            p.grad = None
 
     def all(self) -> list[Tensor]:
         """All sums of unsharded weights, in a few tensors. Each is short enough for kernels with 32-bit indices."""
-        own = [p.grad for p in self.weights.values() if p.dtype == torch.float32 and p.grad is not None]
+        own = [p.grad for p in self._others if p.grad is not None]
         return own if self._flat is None else [*self._flat.split(1 << 30), *own]
 
     # Each of the following is for a weight as it is during a pass. It returns what to return to autograd.

@@ -120,8 +120,8 @@ class Head:
         gradients: Gradients,
     ) -> Tensor:
         """The negative sum of weight * log-prob. `sizes` are the rows of each sample. Its gradients are computed at
-        once, for a factor of 1. Unsharded, those of the head are also added at once, and the result has no graph if
-        every weight is zero; sharded, it always has one, because all ranks must run the same backward passes."""
+        once, for a factor of 1. Unsharded, those of the head are also added at once. The result has no graph if
+        every weight is zero, except with several ranks: all of them must run the same backward passes."""
         work = _Loss(self, hidden.detach(), targets, sizes, temperature, weights_fn, gradients)
         return cast(Tensor, _LossFunction.apply(hidden, work, *self.weights()))
 
@@ -181,7 +181,7 @@ class _Loss:
         self._loss = 0.0
         self._weights = weights
         self._totals = {id(p): self.gradients.total(p) for p in weights}
-        waiting, any_gradient = None, self.gradients.sharded
+        waiting, any_gradient = None, self.gradients.together
         for samples, rows in tiles(self.sizes, self.head.tile_rows()):
             scored = self._score(samples, rows)
             if waiting is not None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding
 
 from windfall.free_memory import free_bytes
@@ -26,7 +27,7 @@ from windfall.trainer.model import activation_memory
 from windfall.trainer.model import layers as plain
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.model.gradients import Gradients, accept_float32
-from windfall.trainer.model.lora import LoraEmbedding, LoraLinear, is_adapter
+from windfall.trainer.model.lora import LoraEmbedding, LoraLinear
 from windfall.trainer.model.packs import PackedRows
 from windfall.trainer.model.projection import Projection, make_adjacent
 
@@ -103,10 +104,10 @@ class LlamaBody:
         )
         self.reserved = 0
         """Bytes that FSDP2 and the gradient of the head need during the backward pass."""
-        if gradients is not None and gradients.sharded:
+        if split := [p for p in self.base.layers[0].parameters() if isinstance(p, DTensor)]:
             head = model.get_output_embeddings().weight
             self.reserved = 4 * head.numel() if head.requires_grad else 0
-            for p in self.base.layers[0].parameters():
+            for p in split:
                 self.reserved += p.numel() * (SHARDED_WEIGHT + (SHARDED_GRADIENT if p.requires_grad else 0))
         for x in self.base.layers:
             x.forward = MethodType(_forward, x)
@@ -375,6 +376,5 @@ def _check(model: Any) -> None:
             raise UnsupportedModel("its projections are not plain linear layers, or only some of them have biases")
         if a.head_dim % 8 or a.head_dim != 2 * model.base_model.rotary_emb.inv_freq.numel():
             raise UnsupportedModel(f"its heads have {a.head_dim} elements: not a multiple of 8, or not all are rotated")
-        own = [p for n, p in x.named_parameters() if not is_adapter(n)]  # sharded adapters are stored in float32
-        if len({p.dtype for p in own}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
+        if len({p.dtype for p in x.parameters()}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
             raise UnsupportedModel("its weights have several dtypes")

@@ -11,12 +11,15 @@ Memory of a rank (bytes), with full training:
     layers        2 w L + (w + 4) L      the layer (L parameters) at work and the next one, and the gradient of one
     activations   tokens of a pack x bytes kept per token (activation_memory.py)
 
-One rank gathers nothing. Adapters: the frozen weights need w P / N, and only the adapters have a state.
+One rank gathers nothing. Adapters: each rank has the state of all of them. The frozen weights need w P / N and are
+gathered as above, without gradients; or they are whole on every rank (w P), and nothing is gathered.
 
 Communication of a rank (bytes sent), per pack: every weight is gathered for the forward and again for the backward
 pass, and its gradient is summed in float32:
 
     (2 w + 4) P (N - 1) / N
+
+A split frozen base sends 2 w P (N - 1) / N. The gradients of adapters are summed once per update, which is not counted.
 
 With context parallelism, C ranks share a pack, so a rank has activations of 1/C of its tokens. Attention (of H heads,
 and K key/value heads, of size D) then sends, per token of a rank and layer: queries, keys, values and the output in the
@@ -124,10 +127,11 @@ def rank_budget(
     value_bytes: int = 2,
     kl: bool = False,
     adapter_parameters: int = 0,
+    whole_base: bool = False,
     context: int = 1,
 ) -> RankBudget:
-    """With all state on the GPU. `adapter_parameters`: 0 for full training. `context`: ranks that compute a pack
-    together.
+    """With all state on the GPU. `adapter_parameters`: 0 for full training. `whole_base`: the frozen weights are whole
+    on every rank. `context`: ranks that compute a pack together.
 
     >>> shape = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head=4, vocabulary=100, tied=True)
     >>> alone, two = (rank_budget(shape, 4, pack_tokens=8, context=context) for context in (1, 2))
@@ -138,21 +142,20 @@ def rank_budget(
     """
     p, layer, root = shape.parameters, shape.layer_parameters, shape.root_parameters
     reduced = REDUCED_BYTES
-    gradient_root, gradient_layer = (value_bytes + reduced) * root, (value_bytes + reduced) * layer
-    sent = (2 * value_bytes + reduced) * p
-    if adapter_parameters:  # no gradient of a frozen weight
-        gradient_root = gradient_layer = (value_bytes + reduced) * adapter_parameters / shape.layers
-        sent = 2 * value_bytes * (p + adapter_parameters) + reduced * adapter_parameters
+    split = ranks > 1 and not whole_base
+    gathered, sent = value_bytes * (root + 2 * layer), 2 * value_bytes * p
+    if not adapter_parameters:  # no gradient of a frozen weight
+        gathered += (value_bytes + reduced) * (root + layer)
+        sent += reduced * p
     kept = shape.kept(value_bytes)
     working, tokens = 2 * kept.all, pack_tokens / context
     exchanged = 6 * value_bytes * (shape.heads + math.lcm(shape.kv_heads, context)) * shape.head
     trained, frozen = (adapter_parameters, p) if adapter_parameters else (p, 0)
-    gathered = value_bytes * (root + 2 * layer) + gradient_layer + gradient_root
     return RankBudget(
-        layout=StateLayout(trained=trained, frozen=frozen, value_bytes=value_bytes, ranks=ranks, sharded=ranks > 1),
+        layout=StateLayout(trained=trained, frozen=frozen, value_bytes=value_bytes, ranks=ranks, sharded=split),
         reference=value_bytes * p / ranks if kl and not adapter_parameters else 0.0,  # with adapters: the same weights
-        gathered=gathered if ranks > 1 else 0.0,
+        gathered=gathered if split else 0.0,
         least_activations=tokens * (shape.layers * kept.least + working),
         all_activations=tokens * (shape.layers * kept.all + working),
-        sent_per_pack=sent * (ranks - 1) / ranks + tokens * shape.layers * exchanged * (context - 1) / context,
+        sent_per_pack=sent * split * (ranks - 1) / ranks + tokens * shape.layers * exchanged * (context - 1) / context,
     )

@@ -8,8 +8,11 @@ Bytes per trained parameter, in a model that computes in half precision:
     master                        4  *         4
     Adam's two moments            8  *         8  *
 
+Adapters are not split: each rank has those of one rank. Frozen weights are stored once, in the compute dtype; with
+several ranks they are whole on each of them if they fit there, because then nothing is gathered.
+
 What is marked * may be in host memory, in whole or in part: an update then copies it to the GPU, chunk by chunk, and
-back (trainer/weight_state.py). A float32 model is its own master. Frozen weights are stored once, in the compute dtype.
+back (trainer/weight_state.py). A float32 model is its own master.
 
 `choose` finds the layout with the least in host memory that fits: all layouts give the same weights bit for bit, and
 what an update moves is what they cost.
@@ -40,8 +43,11 @@ class StateLayout:
     >>> half = replace(alone, host_share=0.5)
     >>> half.gpu_bytes, half.host_bytes, half.moved_bytes
     (12000.0, 6000.0, 12000.0)
-    >>> replace(half, ranks=2, sharded=True).gpu_bytes, StateLayout(trained=16, frozen=1000).gpu_bytes
-    (6000.0, 2288.0)
+    >>> replace(half, ranks=2, sharded=True).gpu_bytes
+    6000.0
+    >>> adapters = StateLayout(trained=16, frozen=1000, ranks=4)
+    >>> adapters.gpu_bytes, replace(adapters, sharded=True).gpu_bytes
+    (2288.0, 788.0)
     """
 
     trained: int
@@ -51,24 +57,30 @@ class StateLayout:
     """Of a number in the compute dtype."""
     ranks: int = 1
     sharded: bool = False
-    """Whether the weights are split with FSDP2, maybe over one rank."""
+    """Whether the weights are split with FSDP2, maybe over one rank. Of adapters, only the frozen weights are."""
     host_share: float = 0.0
     """How much of what may be in host memory is there."""
 
     @property
     def own_masters(self) -> bool:
         """Whether the weights are their own masters: those that are split over ranks are in float32."""
-        return self.sharded or self.value_bytes == MASTER_BYTES
+        return (self.sharded and not self.frozen) or self.value_bytes == MASTER_BYTES
+
+    @property
+    def trained_here(self) -> float:
+        """Parameters whose state this rank has."""
+        return self.trained / (self.ranks if self.sharded and not self.frozen else 1)
 
     @property
     def movable(self) -> float:
         """Bytes that may be in host memory."""
-        return self.trained * (MOMENT_BYTES + MASTER_BYTES * (not self.own_masters)) / self.ranks
+        return self.trained_here * (MOMENT_BYTES + MASTER_BYTES * (not self.own_masters))
 
     @property
     def gpu_bytes(self) -> float:
         fixed = GRADIENT_BYTES + (MASTER_BYTES if self.own_masters else self.value_bytes)
-        return (self.trained * fixed + self.frozen * self.value_bytes) / self.ranks + self.movable - self.host_bytes
+        frozen = self.frozen * self.value_bytes / (self.ranks if self.sharded else 1)
+        return self.trained_here * fixed + frozen + self.movable - self.host_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -82,7 +94,7 @@ class StateLayout:
     @property
     def training_bytes(self) -> float:
         """On the GPU, besides the weights: what can sleep while other jobs train."""
-        return self.trained * GRADIENT_BYTES / self.ranks + self.movable - self.host_bytes
+        return self.trained_here * GRADIENT_BYTES + self.movable - self.host_bytes
 
     def fitted(self, gpu_bytes: float) -> StateLayout:
         """With as little in host memory as fits into this many bytes of the GPU; maybe that does not suffice.
@@ -98,8 +110,12 @@ class StateLayout:
         """
         >>> StateLayout(trained=8_190_000_000).fitted(100e9).describe()
         '100.0 GB of state on the GPU; 47.4 GB of masters and moments in host memory, 95 GB moved by an update'
+        >>> StateLayout(trained=4 * 10**7, frozen=8 * 10**9, ranks=2).describe()
+        '16.7 GB of state on each GPU, with the whole base'
         """
         on = "each GPU" if self.ranks > 1 else "the GPU"
+        if self.frozen and self.ranks > 1:
+            on += f", with 1/{self.ranks} of the base" if self.sharded else ", with the whole base"
         what = "moments" if self.own_masters else "masters and moments"
         host, moved = self.host_bytes / 1e9, self.moved_bytes / 1e9
         away = f"; {host:.1f} GB of {what} in host memory, {moved:.0f} GB moved by an update" if host else ""
@@ -113,7 +129,8 @@ def choose(
     layout: StateLayout, offload: Offload, *, gpu_bytes: float, host_bytes: float, wanted: float, least: float
 ) -> StateLayout:
     """The layout with the least in host memory that fits into `gpu_bytes` beside the `wanted` bytes, or at least beside
-    `least`: activations, and what else is on the GPU. Raises WindfallError, which says what would fit, if there is
+    `least`: activations, and what else is on the GPU. A frozen base that would be split is whole if that fits beside
+    `wanted`. Raises WindfallError, which says what would fit, if there is
     none. `offload`: as in the recipe; True puts into host memory what may be there, False nothing. `host_bytes`: free
     there, for each rank.
 
@@ -130,6 +147,10 @@ def choose(
     def fits(layout: StateLayout, host: float = host_bytes) -> bool:
         return layout.gpu_bytes + least <= gpu_bytes and layout.host_bytes <= host
 
+    if layout.frozen and layout.sharded:
+        whole = chosen(replace(layout, sharded=False))
+        if whole.gpu_bytes + wanted <= gpu_bytes and whole.host_bytes <= host_bytes:
+            return whole
     found = chosen(layout)
     if fits(found):
         return found

@@ -44,7 +44,7 @@ class Derived:
     host_share: float = 0.0
     """Of masters and moments, how much is in host memory."""
     whole_base: bool = False
-    """Of several ranks that train adapters: whether each has the whole base."""
+    """Whether each of several ranks has the whole base of its adapters."""
     memory: str = ""
     """On a GPU: what its memory is used for."""
     predicted_bytes: int = 0

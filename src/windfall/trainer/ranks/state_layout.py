@@ -57,7 +57,7 @@ class StateLayout:
     """Of a number in the compute dtype."""
     ranks: int = 1
     sharded: bool = False
-    """Whether the weights are split with FSDP2, maybe over one rank. Of adapters, only the frozen weights are."""
+    """Whether weights are split with FSDP2, maybe over one rank. If adapters are trained, only the base is split."""
     host_share: float = 0.0
     """How much of what may be in host memory is there."""
 

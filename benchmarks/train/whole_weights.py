@@ -1,13 +1,14 @@
 """All weights on one GPU, where their state does not fit beside them: tokens/s, seconds of an update, and memory as
 predicted and as measured.
 
-    python benchmarks/train/whole_weights.py                        0.6B, 8B, 16 layers of 32B on one GPU
+    python benchmarks/train/whole_weights.py                        8B, 0.6B, 16 layers of 32B on one GPU
     python benchmarks/train/whole_weights.py --device cpu           a tiny model, to test this program
 
 First it checks that updates are the same bit for bit wherever the state is, and measures the link to the host.
-"adapters" and "all weights" are windfall's unsharded trainer with the layout that it chooses; "all in host memory" has
-train.offload = true; "plain" is a loop with transformers, FSDP2 on one rank and torch's AdamW, on padded packs. Random
-weights in the shapes of Qwen3, 48 samples of 512 to 2,048 tokens per update.
+"adapters" and "all weights" are windfall's unsharded trainer with the layout that it chooses; "8-bit moments" has
+train.optimizer = "adamw_8bit", "all in host memory" train.offload = true; "plain" is a loop with transformers, FSDP2 on
+one rank and torch's AdamW, on padded packs. Random weights in the shapes of Qwen3, 48 samples of 512 to 2,048 tokens
+per update. "x" is relative to the adapters of the same model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import gc
 import tempfile
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.train.scale import SHAPES, make_samples
 from windfall import algorithms
-from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
@@ -46,7 +46,13 @@ ALL: dict[str, dict[str, Any]] = {
     "32B/4": SHAPES["8B"] | {"hidden_size": 5120, "intermediate_size": 25_600, "num_attention_heads": 64},
 }
 """The last one has 16 of the 64 layers, and the whole embedding and head."""
-VARIANTS = {"adapters": "auto", "all weights": "auto", "all in host memory": True, "plain": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "adapters": {"lora": {"rank": 16}},
+    "8-bit moments": {"optimizer": "adamw_8bit"},
+    "all weights": {},
+    "all in host memory": {"offload": True},
+    "plain": {},
+}
 PLAIN_TOKENS = 8192
 
 
@@ -56,6 +62,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=list(ALL))
     parser.add_argument("--variant", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2, help="Timed updates, after one that is not.")
+    parser.add_argument("--seconds", type=float, default=1e9, help="Begin no row after this time.")
     args = parser.parse_args()
     began_s = time.perf_counter()
     check(args.device)
@@ -63,13 +70,15 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()}; {link()}", flush=True)
     columns = ("tok/s", "x", "update s", "moved GB", "host GB", "predicted", "peak GB", "pack", "pin s")
     print(f"{'model':<7}{'variant':<20}" + "".join(f"{c:>10}" for c in columns))
-    for name in args.model or (["tiny"] if args.device == "cpu" else ["0.6B", "8B", "32B/4"]):
+    for name in args.model or (["tiny"] if args.device == "cpu" else ["8B", "0.6B", "32B/4"]):
         first = 0.0
         for variant in args.variant:
+            if time.perf_counter() - began_s > args.seconds:
+                continue
             try:
                 row = plain(name, args) if variant == "plain" else windfall(name, variant, args)
-            except (WindfallError, torch.OutOfMemoryError) as e:
-                row = [str(e).replace("\n", " ")[:200]]
+            except Exception as e:  # the other rows follow
+                row = [f"{type(e).__name__}: {e}".replace("\n", " ")[:300]]
             else:
                 first = first or float(row[0])
                 row.insert(1, row[0] / first)
@@ -91,21 +100,33 @@ def clean(device: str) -> None:
 
 def check(device: str) -> None:
     """Updates of one model with its state in three places."""
-    found = []
-    for share in (0.0, 0.4, 1.0):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(1000, 3000 + n) for n in range(3))).to(device, torch.bfloat16)
-        weights = dict(model.named_parameters())
-        optimizer = Optimizer(weights, Train(weight_decay=0.1), 10, host_share=share)
-        for _ in range(4):
-            for p in weights.values():
-                total = optimizer.gradients.of(p)
-                assert total is not None
-                total.add_(torch.randn(p.shape, device=device))
-            optimizer.update(1.0)
-        found.append([*weights.values(), *(t.local.to(device) for t in optimizer.state().values())])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    print("updates are equal bit for bit with 0, 40 and 100 % of the state in host memory")
+    kinds: tuple[Literal["adamw", "adamw_8bit"], ...] = ("adamw", "adamw_8bit")
+    for kind in kinds:
+        found = [_updated(kind, share, device) for share in (0.0, 0.4, 1.0)]
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        on_cpu = [t.cpu() for t in _updated(kind, 0.0, "cpu")]
+        close = sum(int((a.cpu().float() - b.float()).abs().gt(0).sum()) for a, b in zip(found[0], on_cpu, strict=True))
+        print(f"{kind}: updates are equal bit for bit with 0, 40 and 100 % of the state in host memory")
+        print(f"{kind}: {close:,} of {sum(t.numel() for t in on_cpu):,} numbers differ from those on a CPU", flush=True)
+
+
+def _updated(kind: Literal["adamw", "adamw_8bit"], share: float, device: str) -> list[torch.Tensor]:
+    """Weights and state after four updates."""
+    drawn = torch.Generator().manual_seed(0)
+    shapes = [(1024 + 256 * n, 1000) for n in range(3)] + [(3000,)]
+    weights = {
+        str(n): torch.randn(*shape, generator=drawn).to(device, torch.bfloat16) for n, shape in enumerate(shapes)
+    }
+    for p in weights.values():
+        p.requires_grad_()
+    optimizer = Optimizer(weights, Train(weight_decay=0.1, optimizer=kind), 10, host_share=share)
+    for _ in range(4):
+        for p in weights.values():
+            total = optimizer.gradients.of(p)
+            assert total is not None
+            total.add_(torch.randn(p.shape, generator=drawn).to(device))
+        optimizer.update(1.0)
+    return [*weights.values(), *(t.local.to(device) for t in optimizer.state().values())]
 
 
 def link(nbytes: int = 1 << 30) -> str:
@@ -145,16 +166,16 @@ def empty_model(name: str, device: str, dtype: torch.dtype, attention: str) -> A
 
 
 def windfall(name: str, variant: str, args: Any) -> list[Any]:
-    adapters, device = variant == "adapters", args.device
-    train: dict[str, Any] = {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9, "offload": VARIANTS[variant], "lr": 1e-6}
-    recipe = parse_recipe({"train": train | ({"lora": {"rank": 16}} if adapters else {})}, where="benchmark")
+    device = args.device
+    train: dict[str, Any] = {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9, "lr": 1e-6}
+    recipe = parse_recipe({"train": train | VARIANTS[variant]}, where="benchmark")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = empty_model(name, device, dtype, NAME)
     samples = make_samples(name)
     longest = max(len(s.ids) for s in samples)
     free, total = (free_bytes("cuda"), torch.cuda.mem_get_info()[1]) if device == "cuda" else (64e9, 64e9)
     plan = plan_memory(recipe, model, longest, free=free, total=total, host=free_bytes())
-    if adapters:
+    if variant == "adapters":
         lora.attach(model, Lora(rank=16), base="none", seed=0)
     began_s = time.perf_counter()
     trainer = TorchTrainer(

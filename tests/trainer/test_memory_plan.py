@@ -37,8 +37,10 @@ def eight_billion() -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def recipe(*, lora: bool = False, local: bool = False, kl: float = 0.0, offload: Any = "auto") -> Recipe:
-    train = {"offload": offload} | ({"lora": {"rank": 4}} if lora else {})
+def recipe(
+    *, lora: bool = False, local: bool = False, kl: float = 0.0, offload: Any = "auto", optimizer: str = "adamw"
+) -> Recipe:
+    train = {"offload": offload, "optimizer": optimizer} | ({"lora": {"rank": 4}} if lora else {})
     return parse_recipe({"train": train, "fleet": {"local": local}, "algorithm": {"kl": kl}}, where="test")
 
 
@@ -77,6 +79,16 @@ def test_as_much_as_fits_stays_on_the_gpu() -> None:
     assert "masters and moments in host memory" in alone.describe()
 
 
+def test_with_8_bit_moments_all_of_an_8b_model_stays_on_one_gpu() -> None:
+    found = plan(recipe(optimizer="adamw_8bit"))
+    assert found.layout.host_share == 0
+    assert 12 * BILLIONS < found.layout.gpu_bytes < 12.1 * BILLIONS
+    assert found.peak_bytes < 141 * GB
+    assert plan(recipe(optimizer="adamw_8bit"), 100 * GB).layout.describe().count("masters and 8-bit moments in host")
+    adapters = (layout_of(recipe(lora=True, optimizer=name), MODEL) for name in ("adamw", "adamw_8bit"))
+    assert len(set(adapters)) == 1
+
+
 def test_other_copies_of_the_weights_leave_less_room() -> None:
     shares = [plan(recipe(kl=kl, local=local)).layout.host_share for kl in (0.0, 0.1) for local in (False, True)]
     assert shares == sorted(shares)
@@ -112,7 +124,9 @@ def test_smaller_packs_if_host_memory_is_short() -> None:
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(WindfallError, match=r"needs 147 GB on the GPU.*can be used") as refused:
         plan(recipe(offload=False))
-    assert 'What fits: train.offload = "auto", or train.ranks = 2' in str(refused.value)
+    assert 'What fits: train.offload = "auto", or train.optimizer = "adamw_8bit", or train.ranks = 2' in str(
+        refused.value
+    )
     with pytest.raises(WindfallError, match=r"needs at least 49 GB on the GPU, .* 45 GB can be used") as refused:
         plan(recipe(), 45 * GB)
     assert "What fits: train.ranks = 2, or adapters" in str(refused.value)

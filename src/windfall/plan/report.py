@@ -141,6 +141,8 @@ def _plan_lines(row: ComparedPlan, request: PlanRequest) -> list[str]:
             f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
         )
     gb = f"{plan.training.memory_bytes / 1e9:.3g} GB per GPU"
+    if plan.training.host_bytes:
+        gb += f" and {plan.training.host_bytes / 1e9:.3g} GB of host memory"
     engines = ", ".join(f"{g.engine.memory_bytes / 1e9:.3g} GB ({g.kind.name})" for g in plan.replicas)
     late = ": later than the deadline" if row.is_late(request) else ""
     lines += [

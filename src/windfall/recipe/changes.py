@@ -50,6 +50,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "rollout.reward_processes": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
+    "train.optimizer": ("fixed", "The checkpoints of the run hold moments in one of the two forms."),
     "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),

@@ -176,6 +176,9 @@ class RolloutSection(Section):
 class Train(Section):
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     """Learning rate of AdamW."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """What keeps Adam's moments. "adamw" keeps them in float32, 8 bytes per trained weight; "adamw_8bit" in 8 bits, 2
+    bytes. Masters stay in float32."""
     warmup: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises to `lr`. 0 starts at `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

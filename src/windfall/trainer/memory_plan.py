@@ -14,7 +14,7 @@ from windfall.recipe.sections import Recipe
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks import state_layout
 from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
-from windfall.trainer.ranks.state_layout import StateLayout
+from windfall.trainer.ranks.state_layout import StateLayout, moment_bytes
 from windfall.turns import residence
 from windfall.turns.client import SOCKET
 
@@ -46,7 +46,10 @@ def layout_of(
     section = recipe.train.lora
     trained = sum(trained_parameters(model, each) for each in ((section, *beside) if trains else beside))
     frozen = 0 if trains and section is None else sum(p.numel() for p in model.parameters())
-    return StateLayout(trained=trained, frozen=frozen, value_bytes=model.dtype.itemsize, ranks=ranks, sharded=sharded)
+    return StateLayout(
+        trained=trained, frozen=frozen, value_bytes=model.dtype.itemsize, ranks=ranks, sharded=sharded,
+        moment_bytes=moment_bytes(recipe.train.optimizer, adapters=section is not None),
+    )  # fmt: skip
 
 
 def plan_memory(

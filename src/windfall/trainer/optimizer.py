@@ -5,7 +5,7 @@ In sharded training (sharding.py) the parameters are float32 masters, and every 
 of the gradient needs the other ranks: all of them clip by the same norm, or skip the update together. Every rank has
 all adapters: their gradients are summed over the ranks once, and every rank makes the same update.
 
-Where masters and moments are is decided by ranks/state_layout.py; weight_state.py keeps and updates them.
+Where masters and moments are is decided by ranks/state_layout.py; adam/weight_state.py keeps and updates them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from windfall.recipe.sections import Train
+from windfall.trainer.adam.weight_state import FIRST, SCALE, make_states, state_bytes, update
 from windfall.trainer.model.gradients import Gradients
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import as_shard, is_sharded, rows
 from windfall.trainer.ranks.state_layout import put_away
-from windfall.trainer.weight_state import MOMENTS, make_states, update
 from windfall.training import NOT_FINITE, NOTHING, Adam, Skipped
 from windfall.weights.publish import RankRows
 
@@ -49,8 +49,9 @@ class Optimizer:
         self.dtype = dtype
         self.gradients = Gradients(weights, together=self.ranks.distributed)
         self._model = weights
-        away = put_away([rows(p).numel() for p in weights.values()], host_share)
-        self._states = dict(zip(weights, make_states(list(weights.values()), away), strict=True))
+        eight_bit, all_weights = options.optimizer == "adamw_8bit", list(weights.values())
+        away = put_away([state_bytes(p, eight_bit=eight_bit) for p in all_weights], host_share)
+        self._states = dict(zip(weights, make_states(all_weights, away, eight_bit=eight_bit), strict=True))
         self.update_s = 0.0
         """Seconds of the last update, until the weights were ready."""
         self.moved_bytes = 0
@@ -138,9 +139,8 @@ class Optimizer:
                 out[f"master.{name}"] = as_shard(p, state.master)
             if name in steps:
                 out[f"step.{name}"] = RankRows(local=torch.tensor(float(steps[name])), shape=())
-                # A rank without rows of this weight has no moments, and writes nothing.
-                for key, moment in zip(MOMENTS, state.moments or [state.master] * 2, strict=True):
-                    out[f"{key}.{name}"] = as_shard(p, moment)
+                # Those of a rank without rows of this weight are empty.
+                out |= {f"{key}.{name}": as_shard(p, moment) for key, moment in state.make_moments().items()}
         return out
 
     def restore(self, path: Path) -> None:
@@ -152,8 +152,9 @@ class Optimizer:
             wanted[f"master.{name}"] = as_shard(p, state.master)
             if f"step.{name}" in names and p.numel():
                 numbers[f"step.{name}"] = torch.tensor(0.0)
-                moments = state.make_moments() if state.weight.numel() else ()
-                wanted |= {f"{key}.{name}": as_shard(p, m) for key, m in zip(MOMENTS, moments, strict=False)}
+                if (f"{FIRST}{SCALE}.{name}" in names) != bool(state.block):
+                    raise ValueError(f"it is not that of train.optimizer = {self.options.optimizer!r}")
+                wanted |= {f"{key}.{name}": as_shard(p, moment) for key, moment in state.make_moments().items()}
         wanted |= {name: RankRows(local=number, shape=()) for name, number in numbers.items()}
         with torch.no_grad():
             sharded_file.read(path, wanted, self.ranks)

@@ -48,7 +48,7 @@ from windfall.trainer.ranks import ulysses
 from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
-from windfall.trainer.ranks.state_layout import StateLayout
+from windfall.trainer.ranks.state_layout import StateLayout, moment_bytes
 from windfall.trainer.ranks.ulysses import ContextGroup
 from windfall.trainer.service import EngineTerms, OwnEngine, TrainerService, cannot_load, run_beside
 from windfall.trainer.sleep import SleepingState
@@ -352,7 +352,8 @@ def crashed(who: str, error: Exception, log: Path) -> WindfallError:
     fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
     if "out of memory" in line.lower() or isinstance(error, MemoryError):
         less = "Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true"
-        fix = f"{less}; more ranks or train.offload = true make the trainer's part of each GPU smaller. {fix}"
+        smaller = "more ranks, train.optimizer = 'adamw_8bit' or train.offload = true"
+        fix = f"{less}; {smaller} make the trainer's part of each GPU smaller. {fix}"
     return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)
 
 
@@ -559,12 +560,15 @@ def _build(loaded: LoadedBase, part: RankPart, token: str) -> None:
 def _state_bytes(recipe: Recipe, loaded: LoadedBase) -> int:
     """Bytes on the device that only training needs, for all policies."""
     total = 0.0
-    for each in (each for name, each in loaded.policies.items() if recipe.is_trained(name)):
+    for name, each in loaded.policies.items():
+        if not recipe.is_trained(name):
+            continue
         own = each.weights
         tensors = list(own.model.parameters() if own.adapters is None else own.adapters.weights().values())
         layout = StateLayout(
-            trained=sum(t.numel() for t in tensors), value_bytes=tensors[0].itemsize, host_share=each.chosen.host_share
-        )
+            trained=sum(t.numel() for t in tensors), value_bytes=tensors[0].itemsize, host_share=each.chosen.host_share,
+            moment_bytes=moment_bytes(recipe.of(name).train.optimizer, adapters=own.adapters is not None),
+        )  # fmt: skip
         total += layout.training_bytes
     return int(total)
 

@@ -12,6 +12,7 @@ import re
 import signal
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ def make_samples(seed: int, count: int) -> list[Sample]:
     return out
 
 
+def with_experts(sample: Sample) -> Sample:
+    """As if an engine had recorded the experts of the two layers."""
+    rng = np.random.default_rng(len(sample.ids))
+    chosen = [rng.permutation(4)[:2] for _ in range(2 * (len(sample.ids) - 1))]
+    return replace(sample, experts=np.stack(chosen).astype(np.uint8).tobytes())
+
+
 def batches() -> list[list[list[Sample]]]:
     """The samples of every update in groups, as they arrive. One has fewer samples than there are ranks, with none to
     learn from."""
@@ -102,10 +110,11 @@ def tensors(model: Any) -> dict[str, torch.Tensor] | None:
 
 
 def make_trainer(
-    name: str, ranks: TrainerRanks, *, kl: float = 0.0, share: float = 0.0, dtype: torch.dtype = torch.float32
-) -> TorchTrainer:
+    name: str, ranks: TrainerRanks, *, kl: float = 0.0, share: float = 0.0, dtype: torch.dtype = torch.float32,
+    **train: Any,
+) -> TorchTrainer:  # fmt: skip
     sections: dict[str, Any] = {
-        "train": {"lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0, "weight_decay": 0.1},
+        "train": {"lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0, "weight_decay": 0.1} | train,
         "algorithm": {"kl": kl},
         "run": {"steps": 20},
     }
@@ -157,7 +166,7 @@ def train(ranks: TrainerRanks, name: str, kl: float) -> Any:
     for update, groups in enumerate(batches(), 1):
         t.zero_grad()
         for group in groups:
-            t.forward_backward(group)
+            t.forward_backward(list(map(with_experts, group)) if name.startswith("experts") else group)
         if update == UPDATES:
             gradients = t.orders.call(collector.gradients)
         reports.append(t.optim_step())
@@ -188,7 +197,8 @@ def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
     for one, several in zip(reports, found[0], strict=True):
         for key in ("tokens", "responses", "skipped"):
             assert getattr(one, key) == getattr(several, key)
-        for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
+        assert one.replayed_experts == name.startswith("experts")
+        for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl", "replayed_experts"):
             assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
     for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
         assert ours.keys() == theirs.keys()
@@ -235,6 +245,34 @@ def test_optimizer_state_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
         assert updates == 2
         for n, value in expected.items():
             assert (found[n] - value).norm() < 2e-4 * value.norm().clamp(min=1e-6), f"{n}: {writer} to {reader} ranks"
+
+
+def rewrite_moments(ranks: TrainerRanks, folder: Path, writer: int) -> None:
+    """Write the moments in 8 bits: those of an update, or those that `writer` ranks wrote."""
+    t = make_trainer("qwen3", ranks, optimizer="adamw_8bit", share=0.5 if ranks.size == 2 else 0.0)
+    if writer:
+        t.restore_optimizer(folder / f"{writer}.safetensors")
+    if not ranks.first:
+        t.orders.follow()
+        return
+    if not writer:
+        t.forward_backward(batches()[0][0])
+        t.optim_step()
+    t.write_optimizer(folder / f"{ranks.size}.safetensors")
+    t.orders.stop()
+
+
+def test_moments_in_8_bits_move_between_numbers_of_ranks(tmp_path: Path) -> None:
+    """Their blocks do not depend on it. Of two ranks, each has a part of them in host memory."""
+    for size, writer in ((3, 0), (1, 3), (2, 1)):
+        run_ranks(size, rewrite_moments, tmp_path, writer)
+    written = load_file(tmp_path / "3.safetensors")
+    assert sum(t.dtype == torch.int8 for t in written.values()) > 10
+    for reader in (1, 2):
+        found = load_file(tmp_path / f"{reader}.safetensors")
+        moments = {n for n in written if n.startswith(("exp_avg", "step"))}
+        assert moments == {n for n in found if n.startswith(("exp_avg", "step"))}
+        assert all(torch.equal(found[n], written[n]) for n in moments)
 
 
 def move_bfloat16(ranks: TrainerRanks, folder: Path, writer: int) -> Any:

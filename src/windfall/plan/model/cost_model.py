@@ -186,6 +186,8 @@ class PlannedTrainer:
     memory_bytes: float
     """Per GPU, with the activations that it keeps at least."""
     pack_tokens: int
+    host_bytes: float = 0.0
+    """Masters and moments in host memory, per GPU."""
     sent_bytes: float = 0.0
     """Bytes that leave every machine per step, to the next one."""
     last_share: float = 0.0
@@ -234,7 +236,8 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     others = least.gathered + least.reference
     try:  # the memory of machines is not known
         layout = state_layout.choose(
-            least.layout, work.offload, gpu_bytes=usable, host_bytes=math.inf, least=others + least.least_activations,
+            replace(least.layout, moment_bytes=work.moment_bytes), work.offload, gpu_bytes=usable, host_bytes=math.inf,
+            least=others + least.least_activations,
             wanted=others + budget(max(longest, activation_memory.SMALL_PACK)).all_activations,
         )  # fmt: skip
     except WindfallError as error:
@@ -262,7 +265,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     return PlannedTrainer(
         gpu=gpu, layout=f"fsdp {gpus}", gpus=gpus, compute_s=compute_s * e.slower, send_s=send_s * e.slower,
         update_s=update_s * e.slower, step_s=step_s, memory_bytes=rank.fixed + rank.least_activations, pack_tokens=pack,
-        sent_bytes=packs * rank.sent_per_pack, last_share=1 / packs,
+        sent_bytes=packs * rank.sent_per_pack, last_share=1 / packs, host_bytes=layout.host_bytes,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 from windfall.errors import WindfallError, nearest
 from windfall.trainer.ranks.rank_budget import ModelShape
-from windfall.trainer.ranks.state_layout import Offload
+from windfall.trainer.ranks.state_layout import MOMENT_BYTES, Offload
 
 VALUE_BYTES = 2
 """Bytes of a weight and of a KV value: bfloat16."""
@@ -146,6 +146,7 @@ class Workload:
     steps: int = 100
     kl: bool = False
     offload: Offload = "auto"
+    moment_bytes: float = MOMENT_BYTES["adamw"]
     adapter_parameters: int = 0
     minibatches: int = 1
     context_parallel: int = 1

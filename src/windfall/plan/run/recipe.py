@@ -44,6 +44,7 @@ from windfall.sim.report.figures import figures
 from windfall.sim.section import SimKind, SimPolicy
 from windfall.step_time import StepTime
 from windfall.trainer.ranks.rank_budget import ModelShape
+from windfall.trainer.ranks.state_layout import moment_bytes
 from windfall.types import policy_of
 
 PORT = 29400
@@ -150,7 +151,8 @@ def recipe_workload(base: Recipe) -> Workload:
         shape=shape, groups=o.groups, group_size=o.group_size, max_tokens=o.max_tokens,
         prompt_tokens=s.prompt_tokens, median_tokens=s.median_tokens if "median_tokens" in given else o.max_tokens / 3,
         sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
-        offload=base.train.offload, minibatches=base.train.minibatches,
+        offload=base.train.offload, moment_bytes=moment_bytes(base.train.optimizer, adapters=lora is not None),
+        minibatches=base.train.minibatches,
         context_parallel=base.train.context_parallel,
         delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),

@@ -167,7 +167,7 @@ class Search:
                 raise self._nothing_fits(part, why[part][-1])
 
     def _nothing_fits(self, part: str, why: str) -> WindfallError:
-        fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.offload = true."
+        fix = "Use GPUs with more memory, or more of them; or train adapters, or set train.optimizer = 'adamw_8bit'."
         if part == "generate":
             fix = 'Use GPUs with more memory, engine = "vllm", which spans several GPUs, or a lower rollout.max_tokens.'
         if part == "train" and not any(kind.can_train for kind, _ in self.kinds):

@@ -124,9 +124,9 @@ def rows(t: Tensor) -> Tensor:
 
 
 def as_shard(t: Tensor, local: Tensor | None = None) -> RankRows:
-    """`t` as a shard; `local` is another tensor that is split like it, such as a moment of the optimizer."""
+    """`t` as a shard; `local` are the same rows of another tensor, such as a moment of the optimizer."""
     local = rows(t) if local is None else local
-    return RankRows(local=local, shape=tuple(t.shape), first_row=slice_of(t).start)
+    return RankRows(local=local, shape=(*t.shape[:1], *local.shape[1:]), first_row=slice_of(t).start)
 
 
 def slice_of(t: Tensor) -> slice:

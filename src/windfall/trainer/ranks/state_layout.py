@@ -6,16 +6,17 @@ Bytes per trained parameter, in a model that computes in half precision:
     weight                        2            - (gathered from the masters)
     sum of the gradients          4            4
     master                        4  *         4
-    Adam's two moments            8  *         8  *
+    Adam's two moments            8  *         8  *     (adamw_8bit: 2)
 
 Adapters are not split: each rank has those of one rank. Frozen weights are stored once, in the compute dtype; with
 several ranks they are whole on each of them if they fit there, because then nothing is gathered.
 
 What is marked * may be in host memory, in whole or in part: an update then copies it to the GPU, chunk by chunk, and
-back (trainer/weight_state.py). A float32 model is its own master.
+back (trainer/adam/weight_state.py). A float32 model is its own master.
 
-`choose` finds the layout with the least in host memory that fits: all layouts give the same weights bit for bit, and
-what an update moves is what they cost.
+`choose` finds the layout with the least in host memory that fits: all these layouts give the same weights bit for bit,
+and what an update moves is what they cost. Moments in 8 bits give others, so only the recipe can choose them; an error
+names them where they would fit.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ from windfall.errors import WindfallError
 STATE_BYTES = 16
 """What an update reads of a parameter: gradient, master and two moments."""
 GRADIENT_BYTES = MASTER_BYTES = 4
-MOMENT_BYTES = 8
-"""Of both moments together."""
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}
+"""Of both moments together, by train.optimizer: in 8 bits, 256 numbers share a float32 scale. Vectors have float32
+moments, and some weights smaller blocks; they are few."""
+
+
+def moment_bytes(optimizer: str, *, adapters: bool) -> float:
+    """Of a trained parameter. `optimizer`: as in the recipe. Many weights of adapters are too small for 8 bits."""
+    return MOMENT_BYTES["adamw" if adapters else optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +62,7 @@ class StateLayout:
     frozen: int = 0
     value_bytes: int = 2
     """Of a number in the compute dtype."""
+    moment_bytes: float = MOMENT_BYTES["adamw"]
     ranks: int = 1
     sharded: bool = False
     """Whether weights are split with FSDP2, maybe over one rank. If adapters are trained, only the base is split."""
@@ -74,7 +82,7 @@ class StateLayout:
     @property
     def movable(self) -> float:
         """Bytes that may be in host memory."""
-        return self.trained_here * (MOMENT_BYTES + MASTER_BYTES * (not self.own_masters))
+        return self.trained_here * (self.moment_bytes + MASTER_BYTES * (not self.own_masters))
 
     @property
     def gpu_bytes(self) -> float:
@@ -116,7 +124,8 @@ class StateLayout:
         on = "each GPU" if self.ranks > 1 else "the GPU"
         if self.frozen and self.ranks > 1:
             on += f", with 1/{self.ranks} of the base" if self.sharded else ", with the whole base"
-        what = "moments" if self.own_masters else "masters and moments"
+        what = "8-bit moments" if self.moment_bytes < MOMENT_BYTES["adamw"] else "moments"
+        what = what if self.own_masters else f"masters and {what}"
         host, moved = self.host_bytes / 1e9, self.moved_bytes / 1e9
         away = f"; {host:.1f} GB of {what} in host memory, {moved:.0f} GB moved by an update" if host else ""
         return f"{self.gpu_bytes / 1e9:.1f} GB of state on {on}{away}"
@@ -163,6 +172,9 @@ def choose(
     # More ranks on the same machine share its memory.
     more = _more_ranks(layout, lambda n: fits(chosen(n), host_bytes * layout.ranks / n.ranks))
     options = [f"train.ranks = {more}"] if more else []
+    smaller = replace(layout, moment_bytes=MOMENT_BYTES["adamw_8bit"])
+    if not layout.frozen and smaller != layout and fits(chosen(smaller)):
+        options.insert(0, 'train.optimizer = "adamw_8bit"')
     if offload is not True and not found.host_bytes and fits(replace(layout, host_share=1.0)):
         options.insert(0, 'train.offload = "auto"')
     if not layout.frozen:

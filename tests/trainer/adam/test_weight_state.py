@@ -1,9 +1,9 @@
-"""The state of weights in host memory: the same numbers as on the device, bit for bit."""
+"""The state of weights in host memory and on the device: the same numbers, bit for bit. Moments in 8 bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from windfall.recipe.lora import Lora
 from windfall.recipe.sections import Train
-from windfall.trainer import weight_state
+from windfall.trainer.adam import weight_state
 from windfall.trainer.model import lora
 from windfall.trainer.model.gradients import trained
 from windfall.trainer.optimizer import Optimizer
@@ -21,16 +21,17 @@ from windfall.trainer.sleep import SleepingState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SHARES = (0.0, 0.4, 1.0)
+Kind = Literal["adamw", "adamw_8bit"]
 
 
 class Tied(nn.Module):
-    """Tied embeddings, a weight that gets no gradient, and vectors whose sizes are not even."""
+    """Tied embeddings, a weight that gets no gradient, and rows of one block, of two, and of none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(37, 24), nn.Parameter(torch.ones(24))
-        self.up, self.down, self.unused = nn.Linear(24, 51), nn.Linear(51, 24), nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(24, 37, bias=False)
+        self.embed, self.norm = nn.Embedding(37, 32), nn.Parameter(torch.ones(32))
+        self.up, self.down, self.unused = nn.Linear(32, 512), nn.Linear(512, 32), nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(32, 37, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -49,10 +50,9 @@ def model_of(dtype: torch.dtype, device: str = "cpu", *, adapters: bool = False)
     return model
 
 
-def optimizer_of(model: nn.Module, share: float = 0.0) -> Optimizer:
-    return Optimizer(
-        trained(model), Train(lr=0.01, weight_decay=0.1, clip_norm=0.5), total_updates=10, host_share=share
-    )
+def optimizer_of(model: nn.Module, share: float = 0.0, kind: Kind = "adamw", **more: Any) -> Optimizer:
+    options = Train(**{"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5, "optimizer": kind} | more)
+    return Optimizer(trained(model), options, total_updates=10, host_share=share)
 
 
 def train(model: Any, optimizer: Optimizer, updates: range) -> None:
@@ -81,19 +81,26 @@ def state_of(optimizer: Optimizer, path: Path) -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks end within weights, and hold several."""
-    monkeypatch.setattr(weight_state, "CHUNK", 640)
+    monkeypatch.setattr(weight_state, "CHUNK", 2500)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "adapters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("dtype", "adapters", "kind"),
+    [
+        (torch.float32, False, "adamw"),
+        (torch.bfloat16, False, "adamw"),
+        (torch.bfloat16, True, "adamw"),
+        (torch.float32, False, "adamw_8bit"),
+        (torch.bfloat16, False, "adamw_8bit"),
+    ],
 )
 def test_updates_are_the_same_bit_for_bit_wherever_the_state_is(
-    device: str, dtype: torch.dtype, adapters: bool, tmp_path: Path
+    device: str, dtype: torch.dtype, adapters: bool, kind: Kind, tmp_path: Path
 ) -> None:
     """It is written by one, and continued by the next."""
     models = [model_of(dtype, device, adapters=adapters) for _ in SHARES]
-    optimizers = [optimizer_of(model, share) for model, share in zip(models, SHARES, strict=True)]
+    optimizers = [optimizer_of(model, share, kind) for model, share in zip(models, SHARES, strict=True)]
     files = []
     for n, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         train(model, optimizer, range(4))
@@ -109,21 +116,22 @@ def test_updates_are_the_same_bit_for_bit_wherever_the_state_is(
         assert all(map(torch.equal, model.parameters(), models[0].parameters()))
 
 
-def test_the_state_in_host_memory_is_not_on_the_device_and_does_not_sleep() -> None:
-    numbers = {}
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_the_state_in_host_memory_is_not_on_the_device_and_does_not_sleep(kind: Kind) -> None:
+    nbytes = {}
     for share in SHARES:
         model = model_of(torch.bfloat16)
-        optimizer = optimizer_of(model, share)
+        optimizer = optimizer_of(model, share, kind)
         train(model, optimizer, range(1))
         kept = {id(g) for g in optimizer.gradients.all()}
-        numbers[share] = sum(t.numel() for t in optimizer.tensors() if id(t) not in kept)
+        nbytes[share] = sum(t.nbytes for t in optimizer.tensors() if id(t) not in kept)
         sleeping = SleepingState(optimizer.tensors)
         sleeping.sleep()
         sleeping.wake()
         train(model, optimizer, range(1, 2))
         moved = optimizer.moved_bytes
-        assert moved == 8 * (numbers[0.0] - numbers[share]), "to the device and back, four bytes each"
-    assert numbers[1.0] == 0 < numbers[0.4] < numbers[0.0]
+        assert moved == 2 * (nbytes[0.0] - nbytes[share]), "to the device and back"
+    assert nbytes[1.0] == 0 < nbytes[0.4] < nbytes[0.0]
 
 
 def test_a_weight_without_a_gradient_keeps_its_state() -> None:
@@ -143,4 +151,4 @@ def test_host_memory_that_cannot_be_pinned_is_an_error_in_words(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "cudart", Full)
     with pytest.raises(weight_state.WindfallError, match=r"train\.offload: 0\.4 GB of host memory cannot be pinned"):
-        weight_state.HostMemory(100_000_000, pinned=True)
+        weight_state.HostMemory(400_000_000, pinned=True)

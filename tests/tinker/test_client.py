@@ -54,12 +54,14 @@ def test_a_call_with_the_same_id_is_the_same_call(server: Server) -> None:
             for _ in range(2):
                 await policy.forward_backward(samples, SUM, id="b")
                 await policy.sample([1, 2, 3], 1, id="a", max_tokens=4)
+            with pytest.raises(WindfallError, match="was made before with other content"):
+                await policy.sample([1, 2, 4], 1, id="a", max_tokens=4)
             await policy.optim_step(adam=Adam(lr=0.5), id="c")
         made = [
             call.seq for call in server.submitted[before:] if isinstance(call, c.ForwardBackwardCall | c.OptimStepCall)
         ]
         assert made == [1, 1, 3]  # the sampler was the second call
-        assert [call.seq for call in server.submitted[before:] if isinstance(call, c.SampleCall)] == [0, 0]
+        assert [call.seq for call in server.submitted[before:] if isinstance(call, c.SampleCall)] == [0, 0, 0]
 
     asyncio.run(run())
 

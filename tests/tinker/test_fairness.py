@@ -58,6 +58,47 @@ def test_accounts_get_the_trainer_by_what_they_used_not_by_how_many_ask(clock: F
     assert order == ["many", "few", "many", "many", "few", "many", "many", "many"]
 
 
+@pytest.mark.parametrize("accounts", [("a", "a", "a"), ("a", "b", "c")])
+def test_a_client_whose_update_is_short_samples_while_others_train(clock: FakeTime, accounts: tuple[str, ...]) -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        turns = TrainerTurns()
+
+        async def step(number: int) -> None:
+            for what, s in (("gradient", 0.5), ("update", 0.01), ("save", 0.1)):
+                async with turns.turn(accounts[number], short=what != "gradient"):
+                    order.append(f"{number} {what}")
+                    await asyncio.sleep(0)
+                    clock.now_s += s
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*map(step, range(3)))
+
+    run(work())
+    assert order.index("0 save") < order.index("2 gradient") + 2
+    assert order.index("2 gradient") > order.index("0 update"), "in the order of arrival it would come before"
+
+
+def test_short_calls_of_one_account_do_not_hold_up_another_one(clock: FakeTime) -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        turns = TrainerTurns()
+
+        async def call(account: str, s: float, *, short: bool) -> None:
+            async with turns.turn(account, short=short):
+                order.append(account)
+                await asyncio.sleep(0)
+                clock.now_s += s
+
+        many = (call("many", fairness.AHEAD_S / 4, short=True) for _ in range(20))
+        await asyncio.gather(*many, call("few", 1.0, short=False))
+
+    run(work())
+    assert order.index("few") in (4, 5)
+
+
 def test_a_long_turn_is_counted_while_it_lasts(clock: FakeTime) -> None:
     async def work() -> None:
         turns = TrainerTurns()

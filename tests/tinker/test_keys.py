@@ -37,6 +37,16 @@ def test_limits_of_an_account(tmp_path: Path) -> None:
     found.check_calls(bob)
 
 
+def test_an_account_whose_saved_weights_are_large_saves_no_more(tmp_path: Path) -> None:
+    file = tmp_path / "accounts.toml"
+    file.write_text('[alice]\nkey = "tml-alice-0123"\ndisk_gb = 0.5\n[bob]\nkey = "tml-bob-012345"\n')
+    found = keys.load(file, tmp_path)
+    found.check_disk("alice", 499_999_999)
+    found.check_disk("bob", 10**12)
+    with pytest.raises(Refusal, match=r"has 0.50 GB of saved weights, and its limit is 0.5 GB"):
+        found.check_disk("alice", 500_000_000)
+
+
 def test_an_account_over_its_budget_makes_no_more_calls(tmp_path: Path) -> None:
     file = tmp_path / "accounts.toml"
     file.write_text('[alice]\nkey = "tml-alice-0123"\nmax_usd = 2\n')

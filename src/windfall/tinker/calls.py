@@ -12,7 +12,8 @@ A *call* is a request that takes time. The service journals it, answers with an 
     RefusedCall                        (fails)         "
     SampleCall                         Sampled         together with others
 
-A call that is made again with the same model or sampler and the same `seq` gets the id of the first one.
+A call that is made again with the same model or sampler and the same `seq` gets the id of the first one. If it says
+anything else than the first one, it is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+import xxhash
 
 from windfall.algorithms.given import Loss
 from windfall.training import Adam, Sample
@@ -251,3 +253,8 @@ encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_array).decode
 decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_hook=_decode_array).decode
 decode_failed: Callable[[bytes], CallFailed] = msgspec.msgpack.Decoder(CallFailed).decode
+
+
+def digest(call: Call) -> bytes:
+    """Equal for calls that are the same in everything."""
+    return xxhash.xxh3_128_digest(encode(call))

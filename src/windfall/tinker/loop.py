@@ -13,7 +13,7 @@ from windfall import run_folder as folders
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.rollout.stream import Stopped
 from windfall.controller.scheduling.versions import Offer
-from windfall.errors import run_until_first
+from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import scan
 from windfall.link import network, tls
 from windfall.link.invitation import ALL_INTERFACES
@@ -131,7 +131,7 @@ class TinkerLoop:
             context=min(limit for limit in limits if limit),
             vocabulary=config["vocab_size"],
             rank=min(self._rank(name) for name in (*self._train, *self._sample)),
-            adapter=_adapter,
+            adapter=self._adapter,
             session_timeout_s=self.section.session_timeout_s,
         )
 
@@ -140,6 +140,15 @@ class TinkerLoop:
         lora = self.recipe.of(slot).train.lora
         assert lora is not None, f"{slot} is a slot"
         return lora.rank or DEFAULT_RANK
+
+    def _adapter(self, lora: LoraSpec) -> AdapterSpec:
+        """The adapter that a client means. Layers are named by the modules that they are in. Raises WindfallError."""
+        if lora.unembed and self.recipe.engine.name == "vllm":
+            what = "the workers of this server run vLLM, which holds no adapters of the head beside each other"
+            raise WindfallError(what, where="lora_config", fix="Create the model with train_unembed=False.")
+        wanted = {"self_attn": lora.attn, "mlp": lora.mlp, "lm_head": lora.unembed}
+        targets = tuple(name for name, trained in wanted.items() if trained)
+        return AdapterSpec(rank=lora.rank, alpha=ALPHA, seed=lora.seed, targets=targets)
 
     def _tokenizer(self) -> Path:
         """The trainer wrote it before it connected."""
@@ -173,10 +182,3 @@ class TinkerLoop:
         """The port of the recipe, or that of the last start."""
         before = folders.read_json(self.folder / "tinker.json") or {}
         return self.section.port or int(before.get("port", 0))
-
-
-def _adapter(lora: LoraSpec) -> AdapterSpec:
-    """The adapter that a client means. Layers are named by the modules that they are in."""
-    wanted = {"self_attn": lora.attn, "mlp": lora.mlp, "lm_head": lora.unembed}
-    targets = tuple(name for name, trained in wanted.items() if trained)
-    return AdapterSpec(rank=lora.rank, alpha=ALPHA, seed=lora.seed, targets=targets)

@@ -54,6 +54,8 @@ class Samplers:
         """A sampling session for saved weights or for the base. The same number is the same one."""
         terms, id = self._shared.terms, f"{self._sessions.get(account, session).id}:sample:{seq}"
         if (found := self.all.get(id)) is not None:
+            if found.path != path:
+                raise Refusal(400, f"sampling session {id} was created with {found.path or 'the base'!r}, not {path!r}")
             return found
         sampler = Sampler(id=id, account=account.name, session=session, created=time.time(), base=terms.base)
         if path:
@@ -136,14 +138,17 @@ class Samplers:
     def entry(self, account: ApiAccount, call: c.SampleCall) -> Entry:
         """The call, or the one that was made before with its number. Raises Refusal."""
         sampler = self.get(account, call.sampler)
-        id = call_id(sampler.id, call.seq)
-        if (found := self._shared.calls.get(id)) is not None:
+        id, digest = call_id(sampler.id, call.seq), c.digest(call)
+        if (found := self._shared.calls.again(id, digest)) is not None:
             return found
         self._shared.keys.check_calls(account)
         if why := self._fleet.check(call):
             raise Refusal(400, why)
         sampler.used = time.time()
-        return Entry(id=id, account=account.name, sampler=sampler.id, seq=call.seq, call=call, created=sampler.used)
+        return Entry(
+            id=id, account=account.name, sampler=sampler.id, seq=call.seq, digest=digest, call=call,
+            created=sampler.used,
+        )  # fmt: skip
 
     async def perform(self, entry: Entry, call: c.SampleCall) -> None:
         attempts, shared = Attempts(), self._shared

@@ -5,6 +5,10 @@
 
 Within an account, who came first is next. An account with thousands of calls waits for itself: the few calls of another
 one pass it.
+
+Short calls, which are updates and saves, pass long ones: their client can sample then, while the trainer works for
+another one. In the order of arrival all clients would end their steps together, so that the trainer waited for workers
+and workers for the trainer. An account is ahead of the others by at most AHEAD_S in this way.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+AHEAD_S = 2.0
+"""Seconds of the trainer that short calls of an account may use before it is the turn of the account."""
 HALF_LIFE_S = 60.0
 """Seconds after which use of the trainer counts half."""
 LEAST_OPEN = 16
@@ -32,12 +38,13 @@ class Queues(Generic[T]):
     """Who waits, by account, and for what."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[tuple[asyncio.Future[None], T]]] = {}
+        self._waiting: dict[tuple[str, bool], deque[tuple[asyncio.Future[None], T]]] = {}
+        """By account, and whether it is for short calls."""
 
-    async def wait(self, account: str, item: T, undo: Callable[[], None]) -> None:
+    async def wait(self, account: str, item: T, undo: Callable[[], None], *, short: bool = False) -> None:
         """Wait until `pop` returns this item. `undo`: called if it has, but who waited is canceled."""
-        mine = asyncio.get_running_loop().create_future(), item
-        queue = self._waiting.setdefault(account, deque())
+        key, mine = (account, short), (asyncio.get_running_loop().create_future(), item)
+        queue = self._waiting.setdefault(key, deque())
         queue.append(mine)
         try:
             await mine[0]
@@ -48,19 +55,21 @@ class Queues(Generic[T]):
         finally:
             if mine in queue:
                 queue.remove(mine)
-            if not queue and self._waiting.get(account) is queue:
-                del self._waiting[account]
+            if not queue and self._waiting.get(key) is queue:
+                del self._waiting[key]
 
     def pop(self, used: Callable[[str], float]) -> tuple[str, T] | None:
-        """Who is next: the first of the account that has used least. None: nobody waits."""
+        """Who is next: the first of the account that has used least, with AHEAD_S for short calls. None: nobody
+        waits."""
         while True:
-            account = min((name for name, queue in self._waiting.items() if queue), key=used, default=None)
-            if account is None:
+            queues = (key for key, queue in self._waiting.items() if queue)
+            key = min(queues, key=lambda key: used(key[0]) - AHEAD_S * key[1], default=None)
+            if key is None:
                 return None
-            waiting, item = self._waiting[account].popleft()
+            waiting, item = self._waiting[key].popleft()
             if not waiting.done():  # otherwise it was canceled, and has not run since
                 waiting.set_result(None)
-                return account, item
+                return key[0], item
 
 
 @dataclass(eq=False)
@@ -87,14 +96,14 @@ class TrainerTurns:
         """The seconds that each account has used since `take`."""
 
     @contextlib.asynccontextmanager
-    async def turn(self, account: str) -> AsyncIterator[TrainerTurn]:
-        """Have the trainer, until the turn is ended or this is left."""
+    async def turn(self, account: str, *, short: bool = False) -> AsyncIterator[TrainerTurn]:
+        """Have the trainer, until the turn is ended or this is left. `short`: for milliseconds."""
         turn = TrainerTurn(account, self._ended)
         try:
             if self._turn is None:
                 self._begin(turn)
             else:
-                await self._queues.wait(account, turn, turn.end)
+                await self._queues.wait(account, turn, turn.end, short=short)
             yield turn
         finally:
             turn.end()

@@ -5,6 +5,7 @@
     models = 8                  # most models at the same time; 0: no limit
     calls = 4096                # most calls without a result; 0: no limit
     max_usd = 50                # no more calls once its bill is that high; 0: no limit
+    disk_gb = 20                # no more saves once its saved weights are that large; 0: no limit
 
 The file is read again when it changes. With a mistake in it, the accounts stay as they were. Without a file there is
 one account, with a key that the server makes.
@@ -40,6 +41,7 @@ class AccountTable(BaseModel):
     models: int = Field(default=0, ge=0)
     calls: int = Field(default=0, ge=0)
     max_usd: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    disk_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,8 @@ class ApiAccount:
     """Most calls without a result. 0: no limit."""
     max_usd: float = 0.0
     """Its bill above which it can make no more calls. 0: no limit."""
+    disk_gb: float = 0.0
+    """Size of its saved weights above which it can save no more. 0: no limit."""
 
 
 class Keys:
@@ -103,6 +107,13 @@ class Keys:
         if account.max_usd and usd >= account.max_usd:
             what = f"account {account.name} has used ${usd:,.2f}, and its limit is ${account.max_usd:,.2f}"
             raise Refusal(402, f"{what}. Ask the operator of this server for a higher one (max_usd).")
+
+    def check_disk(self, account: str, saved_bytes: int) -> None:
+        """Raises Refusal if an account with `saved_bytes` of saved weights may save no more."""
+        most = 0.0 if (found := self._accounts.get(account)) is None else found.disk_gb
+        if most and saved_bytes >= most * 1e9:
+            what = f"account {account} has {saved_bytes / 1e9:,.2f} GB of saved weights, and its limit is {most:g} GB"
+            raise Refusal(400, f"{what} (disk_gb). Delete some, or let them expire.")
 
     def count(self, account: str, **amounts: float) -> None:
         """Add to what an account has used."""

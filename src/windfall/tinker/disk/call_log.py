@@ -25,7 +25,7 @@ KEPT_S = 600.0
 """Seconds for which a result is kept after it was retrieved."""
 CLONE = 1_000_000_000
 """Numbers of the calls of a sampler's clone begin with a multiple of this."""
-COLUMNS = "id, account, model, sampler, seq, created, done, failed, body, length(result) as size"
+COLUMNS = "id, account, model, sampler, seq, digest, created, done, failed, body, length(result) as size"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,6 +37,8 @@ class Entry:
     model: str = ""
     sampler: str = ""
     seq: int = 0
+    digest: bytes
+    """Digest of the call as the client made it."""
     call: c.Call | None = None
     """None once it was performed and nothing will repeat it."""
     created: float
@@ -105,6 +107,13 @@ class CallLog:
     def get(self, id: str) -> Entry | None:
         return self._entries.get(id)
 
+    def again(self, id: str, digest: bytes) -> Entry | None:
+        """The call that was made before with this id. None: there is none. Raises Refusal if it was another call."""
+        found = self._entries.get(id)
+        if found is not None and found.digest != digest:
+            raise c.Refusal(400, f"call {id} was made before with other content. Give every call a number of its own.")
+        return found
+
     def find(self, account: ApiAccount, id: str) -> Entry:
         """A call of the account. Raises Refusal."""
         entry = self._entries.get(id)
@@ -126,7 +135,7 @@ class CallLog:
         assert entry.call is not None
         row = self._store.put(
             "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
-            created=entry.created, done=None, failed=0, body=c.encode(entry.call), result=None,
+            digest=entry.digest, created=entry.created, done=None, failed=0, body=c.encode(entry.call), result=None,
         )  # fmt: skip
         self._entries[entry.id] = entry
         self._open[entry.account] += 1

@@ -56,6 +56,10 @@ class SavedWeights:
         mine = (p for p in self.named.values() if p.account == account.name and model in ("", p.model))
         return sorted(mine, key=lambda p: -p.created)
 
+    def size_of(self, account: str) -> int:
+        """Bytes of the weights that an account has saved under names."""
+        return sum(p.bytes for p in self.named.values() if p.account == account)
+
     def folder(self, path: str) -> Path:
         """Raises WindfallError if there are none."""
         found = self.named.get(path)

@@ -33,7 +33,7 @@ create table if not exists model (
 );
 create table if not exists call (
     id text primary key, account text not null, model text not null, sampler text not null, seq integer not null,
-    created real not null, done real, failed integer not null, body blob, result blob
+    digest blob not null, created real not null, done real, failed integer not null, body blob, result blob
 );
 create index if not exists call_of_model on call (model, seq);
 create table if not exists checkpoint (

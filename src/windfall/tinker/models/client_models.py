@@ -96,8 +96,11 @@ class ClientModels:
         """The call that creates a model, or the one that was made before. Raises Refusal."""
         self._sessions.get(account, call.session)
         model, calls = f"{call.session}:train:{call.seq}", self._shared.calls
-        entry = Entry(id=call_id(model, 0), account=account.name, model=model, call=call, created=time.time())
-        if (found := calls.get(entry.id)) is not None:
+        entry = Entry(
+            id=call_id(model, 0), account=account.name, model=model, digest=c.digest(call), call=call,
+            created=time.time(),
+        )  # fmt: skip
+        if (found := calls.again(entry.id, entry.digest)) is not None:
             return found
         if model in self.all:
             entry.call = None
@@ -171,6 +174,7 @@ class ClientModels:
         target = f"tinker://{id}/{path.removeprefix(f'tinker://{source.model}/')}"
         if (found := self._weights.named.get(target)) is not None:
             return found
+        self._check_disk(account.name)
         if (task := self._copies.get(target)) is None:
             made = replace(
                 source, path=target, account=account.name, model=id, created=time.time(), public=False,
@@ -201,8 +205,11 @@ class ClientModels:
     def new_unload(self, account: ApiAccount, call: c.UnloadModel) -> Entry:
         """The call that unloads a model, or the one that was made before. Raises Refusal."""
         model = self.get(account, call.model)
-        entry = Entry(id=f"{model.id}/unload", account=account.name, model=model.id, call=call, created=time.time())
-        return self._shared.calls.get(entry.id) or entry
+        entry = Entry(
+            id=f"{model.id}/unload", account=account.name, model=model.id, digest=c.digest(call), call=call,
+            created=time.time(),
+        )  # fmt: skip
+        return self._shared.calls.again(entry.id, entry.digest) or entry
 
     async def unload(self, entry: Entry) -> None:
         if (model := self.all.get(entry.model)) is not None:
@@ -238,8 +245,8 @@ class ClientModels:
     def entry(self, account: ApiAccount, call: c.ModelCall) -> Entry:
         """The call of a model, or the one that was made before with its number. Raises Refusal."""
         model, shared = self.get(account, call.model), self._shared
-        id = call_id(model.id, call.seq)
-        if (found := shared.calls.get(id)) is not None:
+        id, digest = call_id(model.id, call.seq), c.digest(call)
+        if (found := shared.calls.again(id, digest)) is not None:
             return found
         if model.unloaded:
             raise Refusal(410, f"model {model.id} was unloaded. Create a training client from its saved weights.")
@@ -249,15 +256,19 @@ class ClientModels:
         if why := self._why_not(account, call):
             call = c.RefusedCall(model=call.model, seq=call.seq, message=why)
         model.seen = time.time()
-        return Entry(id=id, account=account.name, model=model.id, seq=call.seq, call=call, created=model.seen)
+        return Entry(
+            id=id, account=account.name, model=model.id, seq=call.seq, digest=digest, call=call, created=model.seen
+        )  # fmt: skip
 
     def _why_not(self, account: ApiAccount, call: c.ModelCall) -> str:
         """Why it will fail; "" if it is not known to."""
-        if isinstance(call, c.LoadWeights):
-            try:
+        try:
+            if isinstance(call, c.LoadWeights):
                 self._start(account.name, call)
-            except Refusal as e:
-                return str(e)
+            if isinstance(call, c.SaveWeights | c.SaveForSampler) and call.name:
+                self._check_disk(account.name)
+        except Refusal as e:
+            return str(e)
         terms = self._shared.terms
         return call_checks.why_not(call, context=terms.context, vocabulary=terms.vocabulary)
 
@@ -294,7 +305,9 @@ class ClientModels:
         entry.why = "all slots of the trainer are in use by other models" if self._slots.full else ""
         while entry.done is None and not model.unloaded:
             try:
-                await self._in_slot(model, lambda trainer, turn: self._perform(model, trainer, turn, entry))
+                short = not isinstance(entry.call, c.LossCall) and bool(self.slot_of(model))
+                perform = lambda trainer, turn: self._perform(model, trainer, turn, entry)  # noqa: E731
+                await self._in_slot(model, perform, short=short)
             except WindfallError as e:  # the model could not be loaded: its slot is empty now
                 if entry.done is None:
                     await self._finish(model, entry, c.CallFailed(message=str(e), user=False))
@@ -304,12 +317,14 @@ class ClientModels:
                 await self._shared.trainers.lost(e)
 
     async def _in_slot(
-        self, model: TrainedModel, work: Callable[[RemoteTrainer, TrainerTurn], Awaitable[None]]
-    ) -> None:
-        """Work with the model in a slot, when it is the turn of its account. Raises TrainerLost, and WindfallError if
-        the model cannot be loaded."""
+        self, model: TrainedModel, work: Callable[[RemoteTrainer, TrainerTurn], Awaitable[None]], *,
+        short: bool = False,
+    ) -> None:  # fmt: skip
+        """Work with the model in a slot, when it is the turn of its account. `short`: for milliseconds. Raises
+        TrainerLost, and WindfallError if the model cannot be loaded."""
         await self._shared.trainers.ready()
-        async with self._shared.turns.turn(model.account) as turn, self._slots.hold(model) as trainer:
+        turn = self._shared.turns.turn(model.account, short=short)
+        async with turn as turn, self._slots.hold(model) as trainer:
             model.busy = True
             try:
                 await work(trainer, turn)
@@ -375,6 +390,10 @@ class ClientModels:
             expires=None if call.ttl_s is None else now + call.ttl_s, metadata=call.metadata,
         )  # fmt: skip
         return c.WeightsSaved(path=path), [found.row()], {before.folder} if before is not None else set()
+
+    def _check_disk(self, account: str) -> None:
+        """Raises Refusal if the account may save no more weights."""
+        self._shared.keys.check_disk(account, self._weights.size_of(account))
 
     # model.ModelRecords
 

@@ -3,8 +3,8 @@
     key is valid ──▶ count the request and its bytes ──▶ read ──▶ decompress
                           │ 413, 429                      │ 408, 413   │ 400, 413, 415
 
-A body counts with its largest size, for its account and for all accounts together, until its request is answered. The
-SDK sends a request that was refused with 429 again, later.
+A body counts for its account and for all accounts together until its request is answered: with its largest size while
+it is read, then with its size. The SDK sends a request that was refused with 429 again, later.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class BodyReader:
     async def receive(self, request: web.Request, account: str) -> AsyncIterator[bytes]:
         """The body of a request, which is in flight until the context ends. Raises Refusal."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        size = request.content_length
-        if size is None or encoding != "identity":
+        size = request.content_length if request.body_exists else 0  # a request for an outcome waits, and has none
+        if size is None or (size and encoding != "identity"):
             size = self._body_bytes
         if size > self._body_bytes:
             raise self._too_large()
@@ -61,7 +61,10 @@ class BodyReader:
                 raise Refusal(429, f"{what}; try again later")
         self._count(account, size)
         try:
-            yield self._plain(await self._read(request), encoding)
+            plain = self._plain(await self._read(request), encoding)
+            self._count(account, len(plain) - size)
+            size = len(plain)
+            yield plain
         finally:
             self._count(account, -size)
 

@@ -41,13 +41,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "intermediate_size": 48,
     },
-    "30B-A3B/12": {
-        "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "30B-A3B": {
+        "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
     },
 }  # fmt: skip
-"""The second one has 4 of the 48 layers, and the whole embedding and head."""
+SHAPES["30B-A3B/12"] = SHAPES["30B-A3B"] | {"num_hidden_layers": 4}
+"""It has the whole embedding and head."""
 WAYS = {"grouped": "grouped_mm", "loop": "eager"}
 MICRO_TOKENS = 8192
 
@@ -77,8 +78,10 @@ def main() -> None:
     print(f"{time.perf_counter() - began_s:.0f} s in all")
 
 
-def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    config = Qwen3MoeConfig(**SHAPES[name], max_position_embeddings=4096, tie_word_embeddings=False)
+def make_model(name: str, device: str, dtype: torch.dtype, **fields: Any) -> Any:
+    """With random weights. `fields` of its configuration replace those of the shape."""
+    shape = SHAPES[name] | {"max_position_embeddings": 4096, "tie_word_embeddings": False} | fields
+    config = Qwen3MoeConfig(**shape)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME).eval()
     rotary = type(model.model.rotary_emb)(config)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from windfall.errors import WindfallError
 from windfall.models import load
@@ -16,12 +16,17 @@ from windfall.recipe.sections import Recipe
 from windfall.trainer.memory_plan import MemoryPlan, layout_of, plan_memory
 from windfall.trainer.model.activation_memory import MAX_MEMORY_SHARE
 from windfall.trainer.model.lora import trained_parameters
+from windfall.trainer.ranks.rank_budget import ModelShape
 from windfall.trainer.ranks.state_layout import StateLayout, choose
 from windfall.turns.residence import MEMORY_SHARE
 
 MODEL: Any = load.load("tiny", dtype="bfloat16", device="cpu")
 WHOLE = sum(p.numel() for p in MODEL.parameters())
 GB = 1e9
+SIZES: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 10_000, "tie_word_embeddings": False,
+}  # fmt: skip
 BILLIONS = 8_190_735_360
 """Parameters of the larger model."""
 
@@ -87,6 +92,21 @@ def test_with_8_bit_moments_all_of_an_8b_model_stays_on_one_gpu() -> None:
     assert plan(recipe(optimizer="adamw_8bit"), 100 * GB).layout.describe().count("masters and 8-bit moments in host")
     adapters = (layout_of(recipe(lora=True, optimizer=name), MODEL) for name in ("adamw", "adamw_8bit"))
     assert len(set(adapters)) == 1
+
+
+def test_all_experts_have_a_state_and_a_token_has_the_activations_of_those_that_compute_it() -> None:
+    fields: dict[str, Any] = SIZES | {"moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields, num_experts=64), dtype=torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    few, many = (ModelShape.of(fields | {"num_experts": n}) for n in (8, 64))
+    assert few.parameters == few.active_parameters
+    assert many.parameters == pytest.approx(count, rel=1e-3)
+    assert many.active_parameters < 0.3 * count
+    assert few.kept(2) == many.kept(2)
+    assert many.kept(2).all > 2 * ModelShape.of(SIZES).kept(2).all
+    found = plan_memory(recipe(), model, 2048, free=141 * GB, total=141 * GB, host=0.0)
+    assert found.layout.gpu_bytes == 18 * count
 
 
 def test_other_copies_of_the_weights_leave_less_room() -> None:

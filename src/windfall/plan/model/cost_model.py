@@ -127,7 +127,7 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency, kv_value
     True
     """
     weights_s = VALUE_BYTES * shape.parameters / (tp * gpu.bandwidth * e.weights)
-    token_s = 2 * shape.parameters / (tp * gpu.flops * e.decode)
+    token_s = 2 * shape.active_parameters / (tp * gpu.flops * e.decode)
     fixed_s, each_s = e.launch_s * shape.layers + weights_s, e.sample_s
     if tp > 1:
         sent = 2 * (tp - 1) / tp * shape.hidden * VALUE_BYTES
@@ -136,7 +136,8 @@ def decode_service(shape: ModelShape, gpu: Gpu, tp: int, e: Efficiency, kv_value
     context_s = kv_bytes(shape, kv_value_bytes) / (tp * gpu.bandwidth * e.kv)
     return StepTime(
         fixed_s=fixed_s, each_s=max(each_s, 1e-9), context_s=context_s,
-        prefill_s=2 * shape.parameters / (tp * gpu.flops * e.prefill), over_batch=weights_s / token_s, over_s=token_s,
+        prefill_s=2 * shape.active_parameters / (tp * gpu.flops * e.prefill), over_batch=weights_s / token_s,
+        over_s=token_s,
     ).slower(e.slower)  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def _token_s(work: Workload, gpu: Gpu, e: Efficiency, recompute: float) -> float
     shape = work.shape
     attention = 4 * shape.layers * shape.heads * shape.head * work.mean_trained_context
     others = attention / (gpu.flops * e.train) + elementwise_s(shape, gpu, e)
-    weights = 2 * shape.parameters / (gpu.flops * e.train)
+    weights = 2 * shape.active_parameters / (gpu.flops * e.train)
     more = work.kl + (work.minibatches > 1)
     return recompute * ((2 if work.adapter_parameters else 3) * weights + 3 * others) + more * (weights + others)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -36,6 +36,7 @@ MODELS: dict[str, ModelShape] = {
     "Qwen3-8B": _shape(4096, 12_288, 36, 32, 8, 151_936, False),
     "Qwen3-14B": _shape(5120, 17_408, 40, 40, 8, 151_936, False),
     "Qwen3-32B": _shape(5120, 25_600, 64, 64, 8, 151_936, False),
+    "Qwen3-30B-A3B": replace(_shape(2048, 8 * 768, 48, 32, 4, 151_936, False), experts=128, chosen=8),
     "R1-Distill-Qwen-1.5B": _shape(1536, 8960, 28, 12, 2, 151_936, False),
     "R1-Distill-Qwen-7B": _shape(3584, 18_944, 28, 28, 4, 152_064, False),
     "R1-Distill-Qwen-14B": _shape(5120, 13_824, 48, 40, 8, 152_064, False),

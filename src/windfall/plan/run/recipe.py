@@ -180,9 +180,10 @@ def run_workload(base: Recipe) -> Workload:
 
 
 def _adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Adapters on all linear layers."""
+    """Adapters on all linear layers. Experts have none."""
     wide = (shape.heads + 2 * shape.kv_heads) * shape.head + shape.hidden
-    return shape.layers * rank * (4 * shape.hidden + wide + 3 * (shape.hidden + shape.intermediate))
+    mlp = 0 if shape.experts else 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * rank * (4 * shape.hidden + wide + mlp)
 
 
 def model_shape(path: str) -> ModelShape:

@@ -6,15 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+SHOWN = 0.1
+"""Share of the training time of a step from which the time of its update is shown."""
+
 
 def update(step: Mapping[str, Any]) -> str:
     """From a step's event.
 
-    >>> update({"update_s": 1.94, "state_moved_bytes": 94.2e9}), update({"update_s": 0.1, "state_moved_bytes": 0})
-    ('update 1.9 s, 94 GB moved', '')
+    >>> update({"update_s": 1.94, "state_moved_bytes": 94.2e9, "train_s": 30.0})
+    'update 1.9 s, 94 GB moved'
+    >>> update({"update_s": 0.5, "train_s": 4.0}), update({"update_s": 0.1, "train_s": 4.0}), update({})
+    ('update 0.5 s', '', '')
     """
-    moved = step.get("state_moved_bytes") or 0
-    return f"update {step['update_s']:.1f} s, {_size(moved)} moved" if moved else ""
+    moved, took_s = step.get("state_moved_bytes") or 0, step.get("update_s") or 0.0
+    if not moved and took_s <= SHOWN * (step.get("train_s") or 0.0):
+        return ""
+    return f"update {took_s:.1f} s" + (f", {_size(moved)} moved" if moved else "")
 
 
 def summary(ready: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:

@@ -28,9 +28,9 @@ class LayerBytes:
 
 
 def layer_bytes(
-    *, hidden: int, intermediate: int, heads: int, kv_heads: int, head: int, value_bytes: int
+    *, hidden: int, intermediate: int, heads: int, kv_heads: int, head: int, value_bytes: int, chosen: int = 0
 ) -> LayerBytes:
-    """Bytes kept per token of one layer, from the sizes of the model.
+    """Bytes kept per token of one layer, from the sizes of the model. `chosen`: experts that compute a token.
 
     >>> layer_bytes(hidden=1024, intermediate=3072, heads=16, kv_heads=8, head=128, value_bytes=2)
     LayerBytes(least=2048, light=16448, all=28736)
@@ -38,7 +38,10 @@ def layer_bytes(
     least = hidden * value_bytes
     # The input, the residual after attention, the joint projection, the attention output, and a float32 per head.
     light = (2 * hidden + (2 * heads + 2 * kv_heads) * head) * value_bytes + 4 * heads
-    return LayerBytes(least=least, light=light, all=light + 2 * intermediate * value_bytes)
+    # Each chosen expert has a copy of the token, its output, that times its weight, and that in the order of tokens;
+    # gate and up, the activated gate, and the product. Layers of transformers keep all of it.
+    mlp = 2 * intermediate if not chosen else 4 * chosen * hidden + 4 * intermediate
+    return LayerBytes(least=least, light=light, all=light + mlp * value_bytes)
 
 
 def levels(free_bytes: float, tokens: int, layers: int, each: LayerBytes) -> list[int]:

@@ -38,13 +38,16 @@ from typing import Any
 from windfall.trainer.model.activation_memory import LayerBytes, layer_bytes
 from windfall.trainer.ranks.state_layout import StateLayout
 
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in config.json."""
 REDUCED_BYTES = 4
 """Gradients are summed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama-like decoder that determine its memory. Norms and biases are left out."""
+    """The sizes of a Llama-like decoder that determine its memory. Norms and biases are left out. If there are experts,
+    all layers count as having them, and no expert as computing every token."""
 
     hidden: int
     intermediate: int
@@ -54,14 +57,23 @@ class ModelShape:
     head: int
     vocabulary: int
     tied: bool = False
+    experts: int = 0
+    """Of a layer; 0: none. `intermediate` is that of all experts that compute a token."""
+    chosen: int = 0
+    """Experts that compute a token."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ModelShape:
         """The sizes in the fields of a model's config.json. Raises KeyError for a model without them."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        intermediate = config.get("intermediate_size") or 4 * hidden
+        experts = next((n for key in EXPERT_KEYS if isinstance(n := config.get(key), int) and n), 0)
+        chosen = (config.get("num_experts_per_tok") or experts) if experts else 0
         return ModelShape(
             hidden=hidden,
-            intermediate=config.get("intermediate_size") or 4 * hidden,
+            intermediate=chosen * (config.get("moe_intermediate_size") or intermediate) if experts else intermediate,
+            experts=experts,
+            chosen=chosen,
             layers=config["num_hidden_layers"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
@@ -72,8 +84,17 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
+        return self._active_of_layer + self._idle_of_layer
+
+    @property
+    def _active_of_layer(self) -> int:
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head
-        return attention + 3 * self.hidden * self.intermediate
+        return attention + 3 * self.hidden * self.intermediate + self.experts * self.hidden
+
+    @property
+    def _idle_of_layer(self) -> int:
+        """Parameters of experts that do not compute a token."""
+        return 3 * self.hidden * self.intermediate // self.chosen * (self.experts - self.chosen) if self.experts else 0
 
     @property
     def root_parameters(self) -> int:
@@ -88,6 +109,17 @@ class ModelShape:
         """
         return self.layers * self.layer_parameters + self.root_parameters
 
+    @property
+    def active_parameters(self) -> int:
+        """Those that compute a token.
+
+        >>> shape = ModelShape(hidden=2048, intermediate=8 * 768, layers=48, heads=32, kv_heads=4, head=128,
+        ...                    vocabulary=151_936, experts=128, chosen=8)
+        >>> round(shape.parameters / 1e9, 1), round(shape.active_parameters / 1e9, 1)
+        (30.5, 3.4)
+        """
+        return self.parameters - self.layers * self._idle_of_layer
+
     def kept(self, value_bytes: int) -> LayerBytes:
         return layer_bytes(
             hidden=self.hidden,
@@ -96,6 +128,7 @@ class ModelShape:
             kv_heads=self.kv_heads,
             head=self.head,
             value_bytes=value_bytes,
+            chosen=self.chosen,
         )
 
 

@@ -12,6 +12,9 @@ wait for each other after their first step; then they work for --seconds, and wh
     each                how many times longer a client takes for its tokens than alone, as the mean of all
     steps               of the client with the fewest and the one with the most
     sample, train, save   seconds of a client's step, as the mean: what it waits for
+    trainer, worker       share of the time in which it had work
+
+No row begins after --limit-s. A row that fails is printed with its error.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -41,7 +45,7 @@ from windfall.client import Client, RemotePolicy
 from windfall.training import Adam, samples_of
 
 PARTS = ("sample", "train", "save")
-HEADER = " clients   sampled/s   trained/s   in sum    each    steps  sample   train    save"
+HEADER = " clients   sampled/s   trained/s   in sum    each    steps  sample   train    save  trainer  worker"
 LOSS, PROMPT, GROUP = Loss(name="importance_sampling"), 64, 8
 
 
@@ -102,24 +106,47 @@ async def step(policy: RemotePolicy, number: int, seed: int, work: Work, args: a
     work.steps += 1
 
 
-async def clients(count: int, url: str, key: str, args: argparse.Namespace) -> list[Work]:
-    """Let so many clients make steps at the same time."""
-    together = asyncio.Barrier(count)
+async def clients(count: int, url: str, key: str, args: argparse.Namespace) -> tuple[list[Work], list[float]]:
+    """Let so many clients make steps at the same time. Returns what they did, and the shares of the time in which
+    trainer and worker had work."""
+    together, used = asyncio.Barrier(count), list[tuple[float, dict[str, float]]]()
 
     async def one(seed: int) -> Work:
         async with Client(url, key) as client:
             policy = await client.create(seed=seed)
             await step(policy, 0, seed, Work(), args)
             await together.wait()
+            if not seed:
+                used.append((time.monotonic(), await client.usage()))
             work = Work()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(args.seconds):
                     for number in itertools.count(1):
                         await step(policy, number, seed, work, args)
+            if not seed:
+                used.append((time.monotonic(), await client.usage()))
         return work
 
     async with asyncio.timeout(args.timeout_s + args.seconds):
-        return await asyncio.gather(*(one(seed) for seed in range(count)))
+        found = await asyncio.gather(*(one(seed) for seed in range(count)))
+    (began_s, before), (ended_s, after) = used
+    parts = ("trainer_s", "worker_s")
+    return found, [(after[part] - before[part]) / (ended_s - began_s) for part in parts]
+
+
+def row(count: int, alone: float, url: str, key: str, args: argparse.Namespace) -> float:
+    """Measure and print one number of clients. Returns the tokens per second of a single client."""
+    found, busy = asyncio.run(clients(count, url, key, args))
+    sampled, trained = (sum(getattr(w, of) for w in found) / args.seconds for of in ("sampled", "trained"))
+    alone = alone or trained / count
+    gain, steps = trained / alone if alone else 0.0, [work.steps for work in found]
+    each = count / gain if gain else 0.0
+    print(
+        f"{count:>8}{sampled:>12,.0f}{trained:>12,.0f}{gain:>8.2f}x{each:>7.2f}x{min(steps):>5} {max(steps):>3}", end=""
+    )
+    means = (sum(w.waited[part] for w in found) / max(1, sum(steps)) for part in PARTS)
+    print("".join(f"{s:>7.2f}s" for s in means) + "".join(f"{share:>8.0%}" for share in busy), flush=True)
+    return alone
 
 
 def main() -> None:
@@ -131,21 +158,23 @@ def main() -> None:
     p.add_argument("--groups", type=int, default=4, help=f"prompts of a step, each with {GROUP} responses")
     p.add_argument("--tokens", type=int, default=48, help="upper limit per response")
     p.add_argument("--timeout-s", type=float, default=300.0, help="for the server to start")
+    p.add_argument("--limit-s", type=float, default=math.inf, help="no row begins later than this")
     args = p.parse_args()
+    began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         process, url, key = start(Path(folder), args)
         try:
             print(f"{args.model} on {args.device}, steps of {args.groups} x {GROUP} responses of at most {args.tokens}")
-            print(f"tokens\n{HEADER}")
+            print(f"tokens; the server is ready after {time.monotonic() - began_s:.0f} s\n{HEADER}", flush=True)
             alone = 0.0
             for count in map(int, args.clients.split(",")):
-                found = asyncio.run(clients(count, url, key, args))
-                sampled, trained = (sum(getattr(w, of) for w in found) / args.seconds for of in ("sampled", "trained"))
-                alone = alone or trained
-                gain, steps = trained / alone, [work.steps for work in found]
-                print(f"{count:>8}{sampled:>12,.0f}{trained:>12,.0f}{gain:>8.2f}x{count / gain:>7.2f}x", end="")
-                means = (sum(w.waited[part] for w in found) / max(1, sum(steps)) for part in PARTS)
-                print(f"{min(steps):>5} {max(steps):>3}" + "".join(f"{s:>7.2f}s" for s in means), flush=True)
+                if time.monotonic() - began_s > args.limit_s:
+                    print(f"{count:>8} not measured: {args.limit_s:g} s are over")
+                    continue
+                try:
+                    alone = row(count, alone, url, key, args)
+                except Exception as e:  # the other rows are wanted all the same
+                    print(f"{count:>8} failed: {type(e).__name__}: {e}", flush=True)
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -4,6 +4,7 @@ of their adapters; a lost link empties a slot and nothing else."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tests.support.slot_run import SlotRun, slot_run
 from tests.trainer.test_slots import ADAM, CROSS_ENTROPY, PPO, draw
+from windfall.trainer import checkpoint
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import AdapterSpec, TrainerLost, VerbRefused
 
@@ -71,7 +73,7 @@ async def check_sampled(run: SlotRun, name: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.timeout(240)
-def test_slots_are_trained_published_and_sampled(tmp_path: Path) -> None:
+def test_slots_are_trained_published_and_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with slot_run(tmp_path, RECIPE) as run:
             assert run.policy("base").hello.engine.adapters == 3, "workers do not hold slots to train in"
@@ -92,9 +94,27 @@ def test_slots_are_trained_published_and_sampled(tmp_path: Path) -> None:
                 await run.offer(slot, 2)
             assert await check_sampled(run, "s0") == found["s1"]
             assert await check_sampled(run, "s1") == found["s0"]
+            await check_a_save_holds_up_no_other_slot(run, tmp_path, monkeypatch)
             await check_lost_links(run, tmp_path)
 
     asyncio.run(asyncio.wait_for(main(), 220))
+
+
+async def check_a_save_holds_up_no_other_slot(run: SlotRun, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    written, save = threading.Event(), checkpoint.save_adapter
+
+    def save_later(*args: Any, **options: Any) -> Path:
+        assert written.wait(60)
+        return save(*args, **options)
+
+    with patch.context() as patched:
+        patched.setattr(checkpoint, "save_adapter", save_later)
+        saving = asyncio.create_task(run.trainer("t0").save_adapter(str(folder / "beside"), id=""))
+        await asyncio.sleep(0)
+        await run.trainer("t1").forward(draw(3), PPO, id="")
+        assert not saving.done()
+        written.set()
+        await saving
 
 
 async def check_lost_links(run: SlotRun, folder: Path) -> None:

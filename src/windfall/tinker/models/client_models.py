@@ -340,7 +340,7 @@ class ClientModels:
                 case c.RefusedCall():
                     raise WindfallError(call.message)
                 case c.SaveWeights() | c.SaveForSampler():
-                    result, statements, replaced = await self._save(model, trainer, call)
+                    result, statements, replaced = await self._save(model, trainer, turn, call)
                 case c.LossCall():
                     trained = sum(len(sample.ids) for sample in call.samples)
                     result = await model.perform(trainer, call)
@@ -371,7 +371,7 @@ class ClientModels:
         await self._shared.calls.done(entry, result, _row(model), *statements, repeated=repeated)
 
     async def _save(
-        self, model: TrainedModel, trainer: RemoteTrainer, call: c.SaveWeights | c.SaveForSampler
+        self, model: TrainedModel, trainer: RemoteTrainer, turn: TrainerTurn, call: c.SaveWeights | c.SaveForSampler
     ) -> tuple[c.WeightsSaved, list[Statement], set[Path]]:
         """Save weights. Returns the result, what to write down, and folders that were replaced."""
         kind = "training" if isinstance(call, c.SaveWeights) else "sampler"
@@ -380,7 +380,10 @@ class ClientModels:
         before = self._weights.named.get(path)
         if isinstance(call, c.SaveWeights) and before is not None and not call.overwrite:
             raise WindfallError(f"there are weights {call.name!r} already", where=path, fix="Choose another name.")
-        await model.save(trainer, folder, optimizer=kind == "training")
+        if kind == "training":
+            await model.save(trainer, folder, optimizer=True)
+        else:
+            await model.save(trainer, folder, optimizer=False, begun=turn.end)
         if isinstance(call, c.SaveForSampler) and not call.name:
             sampler, statements, replaced = await self._samplers.saved(call, model.session, model.account, folder)
             return c.WeightsSaved(path=path, sampler=sampler.id), statements, replaced

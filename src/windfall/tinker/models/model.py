@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -131,10 +132,14 @@ class TrainedModel:
         must be recorded as performed: a restart would repeat the others."""
         return self._changed_seq > self.saved_seq and (self._updates >= updates or self._work_s >= SAVE_S)
 
-    async def save(self, trainer: RemoteTrainer, folder: Path, *, optimizer: bool) -> None:
+    async def save(
+        self, trainer: RemoteTrainer, folder: Path, *, optimizer: bool, begun: Callable[[], None] = lambda: None
+    ) -> None:
         """Write the present weights into a folder. What is in it was written by a server that was killed before it
-        could record that."""
+        could record that. `begun`: called when the trainer is asked, which writes beside other work without an
+        optimizer."""
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        begun()
         await trainer.save_adapter(str(folder), optimizer=optimizer, id=f"{self.id}/{folder.name}")
 
     async def _change(self, trainer: RemoteTrainer, call: Changing) -> Gradient | Report | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,12 @@ class Adapters:
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT format."""
         adapter_folder.write(folder, self.config, self.tensors())
+
+    def copied(self) -> Callable[[Path], None]:
+        """Copy the matrices to host memory. What is returned is `save_pretrained` of the copy, in any thread."""
+        tensors, config = self.tensors(), self.config
+        copies = dict(zip(tensors, copy_together(list(tensors.values()), "cpu"), strict=True))
+        return lambda folder: adapter_folder.write(folder, config, copies)
 
     def freeze(self) -> None:
         """Do not train these adapters."""

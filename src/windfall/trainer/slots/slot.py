@@ -17,7 +17,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -108,14 +108,21 @@ class Slot:
 
     # the verbs
 
-    def load(self, order: m.LoadAdapter) -> m.AdapterLoaded:
-        """Fill the slot with another adapter."""
+    def checked(self, order: m.LoadAdapter) -> Callable[[], m.AdapterLoaded]:
+        """Check an adapter and the files that it comes from, in any thread. What is returned fills the slot with it."""
         if not self.kind:
             raise self._refused("a frozen policy has no adapter", "Load it into a slot.")
         folder = Path(order.path) if order.path else None
         if order.optimizer:
             self._check_optimizer(folder)
         section = self._section(order, folder)
+        return lambda: self._load(order, folder, section)
+
+    def load(self, order: m.LoadAdapter) -> m.AdapterLoaded:
+        """Fill the slot with another adapter."""
+        return self.checked(order)()
+
+    def _load(self, order: m.LoadAdapter, folder: Path | None, section: Lora) -> m.AdapterLoaded:
         options: dict[str, Any] = {"seed": order.seed, "policy": f"{self.name}+{next(self._module.numbers)}"}
         assert self._weights.base is not None
         adapters = lora.attach(self._module.model.model, section, base=self._weights.base.path, **options)
@@ -150,6 +157,13 @@ class Slot:
         return checkpoint.save_adapter(
             path, write_model=adapters.save_pretrained, write_optimizer=write, base=self._weights.base
         )
+
+    def copied(self, path: Path) -> Callable[[], Path]:
+        """Copy the adapter to host memory. What is returned is `save` of the copy without an optimizer, in any
+        thread."""
+        assert self._weights.base is not None
+        write, base = self._filled().copied(), self._weights.base
+        return lambda: checkpoint.save_adapter(path, write_model=write, write_optimizer=None, base=base)
 
     def forward(self, samples: Sequence[Sample], loss: Loss | None) -> list[Floats]:
         """The log-probs of the targets of each sample."""

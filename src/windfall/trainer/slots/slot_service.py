@@ -1,16 +1,18 @@
 """The service of a slot in its trainer: the verbs of a slot (slot.py), performed for the run's controller.
 
-It differs from the service of a policy that the recipe trains (trainer/service.py) in three ways:
+It differs from the service of a policy that the recipe trains (trainer/service.py) in these ways:
 
 - when the link ends, the slot is emptied: its adapter, gradients and optimizer are dropped. The process lives on and
   dials again. So no answer is kept: a controller fills the slot again and repeats its calls;
 - a WindfallError is the answer to the verb that raised it, and the service goes on. If the memory of the GPU does not
   suffice, the slot is emptied, and that is the answer. Any other exception ends the process;
-- it has no steps. A slot to sample from is published as the version that the controller says.
+- it has no steps. A slot to sample from is published as the version that the controller says;
+- files are checked, and written without an optimizer, while the one thread works for other slots.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,9 +56,12 @@ class SlotService(TrainerService):
         slot, started, run = self.slot, time.monotonic(), self.run_in_thread
         match request:
             case m.LoadAdapter():
-                return await run(slot.load, request, room=True)
+                return await run(await asyncio.to_thread(slot.checked, request), room=True)
+            case m.SaveAdapter(optimizer=False):
+                write = await run(slot.copied, Path(request.path))
+                return m.Saved(path=str(await asyncio.to_thread(write)))
             case m.SaveAdapter():
-                work = lambda: slot.save(Path(request.path), optimizer=request.optimizer)  # noqa: E731
+                work = lambda: slot.save(Path(request.path), optimizer=True)  # noqa: E731
                 return m.Saved(path=str(await run(work)))
             case m.Forward():
                 return m.LogProbs(old=tuple(await run(slot.forward, request.samples, request.loss, room=True)))

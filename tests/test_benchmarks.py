@@ -23,8 +23,8 @@ from benchmarks.papers import seer_table
 from benchmarks.serve import beside_vllm as bench
 from benchmarks.serve import coserve
 from benchmarks.support import coserve_load as load_of
+from benchmarks.train import long_context, rank_budget, ranks_one_gpu, scale
 from benchmarks.train import publish_ranks as ranks
-from benchmarks.train import rank_budget, scale
 from benchmarks.train import slots as slots_benchmark
 from benchmarks.train import staleness_age as age
 from benchmarks.train import staleness_curve as curve
@@ -178,6 +178,27 @@ def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
     assert speed > 0
     assert state == pytest.approx(paper, rel=0.1)
     assert state == pytest.approx(scale.paper_bytes("tiny", 1) / 2e6, rel=0.1)
+
+
+@pytest.mark.slow
+def test_ranks_on_one_device_agree_with_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ranks_one_gpu", "--device", "cpu", "--dtype", "float32"])
+    with pytest.raises(SystemExit) as ended:
+        ranks_one_gpu.main()
+    out = capfd.readouterr().out
+    assert ended.value.code == 0, out
+    assert "a rank is killed in a pass: noticed" in out
+    assert "one rank from the checkpoint of several: the same version" in out
+
+
+def test_a_long_response_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["long_context", "--device", "cpu", "--model", "tiny", "--tokens", "40"])
+    long_context.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line[2] for line in lines] == ["what", "recompute"]
+    assert all(float(line[-4].replace(",", "")) > 0 for line in lines)
 
 
 @pytest.mark.slow

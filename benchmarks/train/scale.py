@@ -2,6 +2,10 @@
 
     python benchmarks/train/scale.py                    1, 2 and 4 ranks on this CPU (gloo), a small model
     python benchmarks/train/scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B, 16 layers of 8B
+    python benchmarks/train/scale.py --device cuda --profile    also the device time of a step by kernel
+
+"adapters fsdp2" has a split base, "adapters whole" is one rank of several that have the whole base: both sum gradients
+over the ranks, which is one rank here.
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
@@ -17,10 +21,13 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms
@@ -30,11 +37,12 @@ from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
 from windfall.trainer.ranks.rank_budget import ModelShape, rank_budget
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
-from windfall.trainer.ranks.sharding import rows, sharded_policy
+from windfall.trainer.ranks.sharding import decoder_layers, rows, sharded_policy
 from windfall.trainer.trainer import TorchTrainer, peak_bytes
 from windfall.training import Sample
 
 PEAK = 990e12
+VARIANTS = ("unsharded", "fsdp2", "adapters", "adapters fsdp2", "adapters whole", "fsdp2 prefetch")
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -60,17 +68,17 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--variant", nargs="+", choices=VARIANTS, help="With one rank. Default on a GPU: all but the last one."
+    )
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=600.0, help="With one rank, no row begins later.")
     args = parser.parse_args()
     titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'paper MB':>10}{'peak MB':>10}"
     print(f"{'model':<22}{'variant':<16}{'ranks':>5}{titles}")
-    if args.device == "cuda":
-        for name in args.model or ("0.6B", "8B"):
-            first = 0.0
-            for variant in ("unsharded", "fsdp2", "adapters", "adapters fsdp2"):
-                found = in_processes(1, name, variant, "cuda", args.steps)
-                first = first or found[0][0]
-                show(name, variant, found, first, "cuda")
+    if args.device == "cuda" or args.variant:
+        rows_of_one_rank(args)
         return
     for name in args.model or ("cpu",):
         first = 0.0
@@ -79,6 +87,31 @@ def main() -> None:
             found = in_processes(size, name, variant, "cpu", args.steps)
             first = first or found[0][0]
             show(name, variant, found, first)
+
+
+def rows_of_one_rank(args: Any) -> None:
+    """One row after the other in this process. A row that fails says why."""
+    began_s = time.monotonic()
+    for name in args.model or (("0.6B", "8B") if args.device == "cuda" else ("tiny",)):
+        first = 0.0
+        for variant in args.variant or VARIANTS[:-1]:
+            if time.monotonic() - began_s > args.seconds:
+                print(f"{name:<22}{variant:<16}  no time", flush=True)
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found = [
+                        measure(0, 1, f"file://{folder}/ranks", name, variant, args.device, args.steps, args.profile)
+                    ]
+                    first = first or found[0][0]
+                    show(name, variant, found, first, args.device)
+                except Exception as e:  # the other rows are still worth having
+                    print(f"{name:<22}{variant:<16}  {type(e).__name__}: {e}"[:250], flush=True)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 def show(
@@ -110,7 +143,7 @@ def in_processes(size: int, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         started = [
-            context.Process(target=measure, args=(rank, size, f"file://{folder}/ranks", pipes[rank][1], *args))
+            context.Process(target=send_measured, args=(pipes[rank][1], rank, size, f"file://{folder}/ranks", *args))
             for rank in range(size)
         ]
         for process in started:
@@ -129,35 +162,67 @@ def in_processes(size: int, *args: Any) -> list[Any]:
                 process.kill()
 
 
-def measure(rank: int, size: int, meeting: str, pipe: Any, name: str, variant: str, device: str, steps: int) -> None:
-    """Sends (tokens/s, share of peak, bytes of state, peak bytes)."""
+def send_measured(pipe: Any, *args: Any) -> None:
+    pipe.send(measure(*args))
+
+
+def measure(
+    rank: int, size: int, meeting: str, name: str, variant: str, device: str, steps: int, profile: bool = False
+) -> tuple[float, float, int, int]:
+    """Returns tokens/s, share of peak, bytes of state, and peak bytes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    sharded = "fsdp2" in variant
-    ranks = (
-        TrainerRanks.join(rank, size, meeting, device=device, timeout_s=300) if sharded else TrainerRanks.alone(device)
-    )
-    trainer = make_trainer(name, ranks, adapters="adapters" in variant, sharded=sharded)
+    alone = variant in ("unsharded", "adapters")
+    ranks = TrainerRanks.alone(device)
+    if not alone:
+        ranks = TrainerRanks.join(rank, size, meeting, device=device, timeout_s=300)
+    trainer = make_trainer(name, variant, ranks)
+    if "prefetch" in variant:
+        prefetch(trainer.model)
     peak_bytes(torch.device(device))
     if not ranks.first:
         trainer.orders.follow()
-        pipe.send((0.0, 0.0, state_bytes(trainer), peak_bytes(torch.device(device))))
-        return
+        return 0.0, 0.0, state_bytes(trainer), peak_bytes(torch.device(device))
     samples = make_samples(name)
     tokens = sum(len(s.ids) for s in samples)
+    began_s, report = 0.0, None
     for step in range(steps + 1):
         if step == 1:  # the first step compiles, allocates, and creates the moments of the optimizer
             began_s = time.perf_counter()
         trainer.forward_backward(samples)
         report = trainer.optim_step()
         assert not report.skipped
-    took_s = (time.perf_counter() - began_s) / steps  # pyright: ignore[reportPossiblyUnboundVariable]
-    speed = tokens / took_s
+    took_s = (time.perf_counter() - began_s) / steps
     share = flops(trainer.model, samples) / took_s / PEAK if device == "cuda" and "adapters" not in variant else 0.0
+    if profile:
+        show_profile(lambda: (trainer.forward_backward(samples), trainer.optim_step()), device)
     trainer.orders.stop()
-    pipe.send((speed, share, state_bytes(trainer), report.peak_bytes))  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert report is not None
+    return tokens / took_s, share, state_bytes(trainer), report.peak_bytes
 
 
-def make_trainer(name: str, ranks: TrainerRanks, *, adapters: bool, sharded: bool) -> TorchTrainer:
+def prefetch(model: Any) -> None:
+    """Let every layer gather the next one before it computes, in both directions."""
+    layers: list[Any] = decoder_layers(model)
+    for one, two in pairwise(layers):
+        one.set_modules_to_forward_prefetch([two])
+        two.set_modules_to_backward_prefetch([one])
+
+
+def show_profile(step: Callable[[], Any], device: str) -> None:
+    """Where the time of a step goes, and how often what is called."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    for key in (["self_device_time_total"] if device == "cuda" else []) + ["self_cpu_time_total"]:
+        print(found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60), flush=True)
+
+
+def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
+    adapters = "adapters" in variant
     sections = {"train": {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9}}
     dtype = torch.float32 if ranks.device == "cpu" else torch.bfloat16
     shape = Qwen3Config(**SHAPES[name], max_position_embeddings=4096)
@@ -167,21 +232,17 @@ def make_trainer(name: str, ranks: TrainerRanks, *, adapters: bool, sharded: boo
         if adapters:
             lora.attach(model, Lora(rank=16), base="none", seed=0)
 
-    if sharded:
-        source = None
-        if ranks.first:
-            with torch.device(ranks.device):
-                whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
-            attach(whole)
-            whole.cpu()
-            source = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
-        model: Any = sharded_policy(shape, source, ranks, dtype=dtype, prepare=attach)
-        del source
-        gc.collect()
-    else:
+    model: Any = None
+    if ranks.first:
         with torch.device(ranks.device):
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME).eval()
         attach(model)
+    if ranks.distributed:
+        source = model and dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        options: dict[str, Any] = {"dtype": dtype, "prepare": attach, "whole_base": "whole" in variant}
+        model = sharded_policy(shape, source, ranks, **options)
+        del source
+        gc.collect()
     micro = 16_384 if ranks.device == "cuda" else 2048
     return TorchTrainer(
         model, algorithms.make("dr_grpo"), parse_recipe(sections, where="benchmark"), micro_tokens=micro,

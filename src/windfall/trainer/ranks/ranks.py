@@ -75,10 +75,13 @@ class TrainerRanks:
         return TrainerRanks(device=device)
 
     @staticmethod
-    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float, machine: int = 0) -> TrainerRanks:
+    def join(
+        rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float, machine: int = 0, on_gpu: str = "nccl"
+    ) -> TrainerRanks:
         """Wait for all other ranks. `rendezvous` is file://PATH with a path that was never used before, or
-        tcp://HOST:PORT/NAME, where rank 0 listens on that address, and NAME was never used before."""
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        tcp://HOST:PORT/NAME, where rank 0 listens on that address, and NAME was never used before. `on_gpu`: moves
+        tensors of GPUs; NCCL refuses two ranks on one GPU, gloo does not."""
+        backend = "gloo" if device == "cpu" else f"cpu:gloo,cuda:{on_gpu}"
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
         started_s, store = time.monotonic(), None
         try:

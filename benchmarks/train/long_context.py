@@ -59,7 +59,8 @@ def main() -> None:
 def row(args: Any, tokens: int, *, recompute: bool) -> str:
     train: dict[str, Any] = {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9, "lr": 1e-6}
     train |= {"checkpoint_activations": True} if recompute else {}
-    recipe = parse_recipe({"train": train | ({} if args.all_weights else {"lora": {"rank": 16}})}, where="benchmark")
+    train |= {} if args.all_weights else {"lora": {"rank": 16}}
+    recipe = parse_recipe({"train": train, "fleet": {"local": False}}, where="benchmark")
     on_gpu = args.device == "cuda"
     model = empty_model(args.model, args.device, torch.bfloat16 if on_gpu else torch.float32, NAME)
     free, total = (free_bytes("cuda"), torch.cuda.mem_get_info()[1]) if on_gpu else (64e9, 64e9)

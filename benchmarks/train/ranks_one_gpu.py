@@ -97,41 +97,44 @@ def rank_main(rank: int, folder: Path, args: Any) -> None:
     names = missing_collectives(join, args.device)
     for name in names:
         setattr(dist, name, through_host(getattr(dist, name)))
-    if not rank:
-        how = f"done through host memory: {', '.join(names)}" if names else "gloo has all collectives"
-        print(f"{args.ranks} ranks on {args.device}; {how}", flush=True)
-        print(
-            f"{'trained':<24}{'dtype':<10}{'context':>8}{'grad norm':>11}{'moments':>9}{'weights':>9}{'s':>6}",
-            flush=True,
-        )
+    how = f"done through host memory: {', '.join(names)}" if names else "gloo has all collectives"
+    say(rank, f"{args.ranks} ranks on {args.device}; {how}")
+    titles = f"{'grad norm':>11}{'moments':>9}{'weights':>9}{'s':>6}"
+    say(rank, f"{'trained':<24}{'dtype':<10}{'context':>8}{titles}")
     ranks, wrong, last = join(PASS_S), 0, None
     for case in cases(args):
-        if not rank and time.monotonic() - began_s > args.seconds:
-            print("no time for the other cases", flush=True)
+        if not ranks.broadcast(time.monotonic() - began_s < args.seconds):
+            say(rank, "no time for the other cases")
             wrong += 1
-        go = ranks.broadcast(time.monotonic() - began_s <= args.seconds)
-        if not go:
             break
+        head = f"{case.trained:<24}{case.dtype:<10}{case.context:>8}"
         try:
             found = several(ranks, case, folder / f"{case.trained}-{case.dtype}-{case.context}")
         except Exception as e:  # the next cases need ranks that wait for nothing
             traceback.print_exc()
-            print(
-                f"{case.trained:<24}{case.dtype:<10}{case.context:>8}  {type(e).__name__}: {str(e)[:200]}", flush=True
-            )
+            print(f"{head}  rank {rank}: {type(e).__name__}: {e}"[:250], flush=True)
             wrong += 1
             dist.destroy_process_group()
             ranks = join(PASS_S)
             continue
-        if found is not None:
-            last = found
+        if found is None:  # rank 0 compares
+            continue
+        last = found
+        try:
             line, good = compare(found, one_rank(case, args.device, folder))
-            wrong += not good
-            print(f"{case.trained:<24}{case.dtype:<10}{case.context:>8}{line}", flush=True)
+        except Exception as e:  # the next cases may have more luck
+            line, good = f"  one rank: {type(e).__name__}: {e}"[:250], False
+        wrong += not good
+        say(rank, head + line)
     wrong += not lose_a_rank(ranks, cases(args)[0], folder / "lost")
     if last is not None:
         wrong += not go_on_alone(last, args.device, folder)
     os._exit(1 if wrong else 0)  # the group of a lost rank cannot be closed
+
+
+def say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
 
 
 def cases(args: Any) -> list[Case]:

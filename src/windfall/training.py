@@ -179,6 +179,9 @@ class Report:
     pack of each rank. 0 if none were."""
     replayed_experts: float = 0.0
     """Share of the tokens whose engine had recorded the experts."""
+    expert_load: float = 0.0
+    """How many times as many tokens as the average expert the busiest one of a layer computes, by what engines have
+    recorded; the mean over layers. 1 is an even load, 0 if nothing was recorded."""
     engine_gaps: dict[str, float] = field(default_factory=dict)
     """`engine_gap` by engine (Capabilities.rounding), over the fresh tokens whose engine is known."""
     engine_tokens: dict[str, int] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from windfall.models.experts import ExpertReader
 from windfall.trainer import selftest
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner, pack_experts
+from windfall.trainer.trainer import TokenTotals
 from windfall.training import Sample
 
 CHOSEN = 2
@@ -160,6 +161,21 @@ def test_other_routers_are_replayed_or_refused(kind: str, why: str) -> None:
     config = hostile.Architecture(kind=kind).config()
     refused = selftest.replay_refusal(config.to_dict(), device="cpu", names=_weight_names(config))
     assert (why in refused) if why else not refused
+
+
+def test_loads_of_experts_count_every_known_choice() -> None:
+    samples = random_samples()
+    found = Learner(model(), say=lambda line: None).loads(samples)
+    wanted = np.zeros((2, EXPERTS), int)
+    for s in samples:
+        for n, expert in enumerate(s.experts):
+            if expert != UNKNOWN[0]:
+                wanted[n // CHOSEN % 2, expert] += 1
+    np.testing.assert_array_equal(found, wanted)
+    totals = TokenTotals()
+    assert totals.expert_load() == 0
+    totals.loads = totals.loads + np.array([[3, 1, 0, 0], [1, 1, 1, 1]])
+    assert totals.expert_load() == 2.0, "3 times as many as the average expert, and as many"
 
 
 def test_experts_of_another_model_are_refused() -> None:

@@ -59,6 +59,13 @@ def numbers(data: bytes, tokens: int, layers: list[ExpertLayer]) -> np.ndarray:
     return found
 
 
+def loads(found: np.ndarray, experts: int) -> np.ndarray:
+    """How many tokens each expert computes, as (layers, experts), from what `numbers` returns."""
+    layers = found.shape[1]
+    at = (found + experts * np.arange(layers)[:, None])[found >= 0]
+    return np.bincount(at, minlength=layers * experts).reshape(layers, experts)
+
+
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """The layers whose choice of experts can be read, in order. Empty for dense models, and for models that call their
     experts in another way."""

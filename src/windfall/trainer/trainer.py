@@ -69,6 +69,8 @@ class TokenTotals:
         self.engine_sums: Counter[str] = Counter()
         """The sum of their `gap`."""
         self.gap_max = 0.0
+        self.loads: Any = 0
+        """How many tokens each expert computes, by layer."""
         self.peak_bytes = 0
 
     def count(self, distance: Floats, older: Floats, engines: Sequence[tuple[str, int]] = (), **sums: Any) -> None:
@@ -88,7 +90,12 @@ class TokenTotals:
         for name in ("sums", "engine_tokens", "engine_sums"):
             getattr(self, name).update(getattr(other, name))
         self.gap_max = np.maximum(self.gap_max, other.gap_max).item()
+        self.loads = self.loads + other.loads
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+
+    def expert_load(self) -> float:
+        """That of the busiest expert of a layer, relative to the mean of the layer; the mean over layers."""
+        return float((self.loads.max(1) / self.loads.mean(1)).mean()) if np.any(self.loads) else 0.0
 
     def engine_gaps(self) -> dict[str, float]:
         """The mean gap of each known engine."""
@@ -228,6 +235,7 @@ class TorchTrainer:
         if self.replays and credited and not self._routing_compared:
             self._routing_compared = True
             self._compare_routing(credited[0])
+        self._totals.loads = sum(map(self.learner.loads, (*credited, *others)), self._totals.loads)
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference: Sequence[Any] = [None] * len(pack)
             if self.reference is not None:
@@ -344,6 +352,7 @@ class TorchTrainer:
             engine_gap_max=t.gap_max,
             engine_gaps=t.engine_gaps(),
             engine_tokens=t.known_tokens(),
+            expert_load=t.expert_load(),
             router_gap=sums["router_gap"] / max(sums["router_tokens"], 1),
             drift=sums["drift"] / older if older else 0.0,
             skipped=ENGINE_GAP if rejected else skipped,

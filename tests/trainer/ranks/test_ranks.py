@@ -198,7 +198,9 @@ def test_ranks_agree_with_one_rank(name: str, size: int) -> None:
         for key in ("tokens", "responses", "skipped"):
             assert getattr(one, key) == getattr(several, key)
         assert one.replayed_experts == name.startswith("experts")
-        for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl", "replayed_experts"):
+        assert (one.expert_load > 1) == name.startswith("experts")
+        rounded = ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl")
+        for key in (*rounded, "replayed_experts", "expert_load"):
             assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
     for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
         assert ours.keys() == theirs.keys()

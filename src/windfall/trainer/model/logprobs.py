@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
-from windfall.models.experts import ExpertReplay, numbers
+from windfall.models.experts import ExpertReplay, largest, loads, numbers
 from windfall.trainer.model import layers
 from windfall.trainer.model.activation_memory import ALL, LEAST
 from windfall.trainer.model.gradients import Gradients, accept_float32
@@ -141,6 +141,11 @@ class Learner:
     def replays(self) -> bool:
         """Whether the experts that samples name compute their tokens."""
         return bool(self.policy.replay.layers)
+
+    def loads(self, samples: Sequence[Sample]) -> np.ndarray | int:
+        """How many tokens each expert computes, as (layers, experts); 0 if nothing was recorded."""
+        found, layers = pack_experts(samples, self.policy.replay), self.policy.replay.layers
+        return 0 if found is None else loads(found, largest(layers))
 
     def _replaying(self, samples: Sequence[Sample], pack: Pack) -> AbstractContextManager[None]:
         experts = pack_experts(samples, self.policy.replay)

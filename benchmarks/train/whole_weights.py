@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
 }
 PLAIN_TOKENS = 8192
+PLAIN_SHARE = 0.85
+"""Share of the GPU that the state of the plain loop may need."""
 
 
 def main() -> None:
@@ -200,31 +202,40 @@ def windfall(name: str, variant: str, args: Any) -> list[Any]:
 
 def plain(name: str, args: Any) -> list[Any]:
     """A loop as in a tutorial, with the same samples."""
-    device, samples = args.device, make_samples(name)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = TrainerRanks.join(0, 1, f"file://{folder}/ranks", device=device, timeout_s=60)
-        model = empty_model(name, device, torch.float32, "sdpa").train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in (*decoder_layers(model), model):
-            fully_shard(module, mesh=ranks.mesh(), mp_policy=precision)
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
-        began_s = updated_s = 0.0
-        for step in range(args.steps + 1):
-            if step == 1:
-                began_s, updated_s = time.perf_counter(), 0.0
-            for pack in packs(samples, PLAIN_TOKENS):
-                _loss(model, pack, device).backward()
-            _wait(device)
-            update_s = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            adam.step()
-            adam.zero_grad()
-            _wait(device)
-            updated_s += time.perf_counter() - update_s
-        took_s = (time.perf_counter() - began_s) / args.steps
-        peak = peak_bytes(torch.device(device)) / 1e9
-        torch.distributed.destroy_process_group()
+        ranks = TrainerRanks.join(0, 1, f"file://{folder}/ranks", device=args.device, timeout_s=60)
+        try:
+            return _plain(name, args, ranks)
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def _plain(name: str, args: Any, ranks: TrainerRanks) -> list[Any]:
+    device, samples = args.device, make_samples(name)
+    model = empty_model(name, device, torch.float32, "sdpa").train()
+    state_gb = 16e-9 * sum(p.numel() for p in model.parameters())
+    if device == "cuda" and state_gb > PLAIN_SHARE * torch.cuda.mem_get_info()[1] / 1e9:
+        raise RuntimeError(f"its state of {state_gb:.0f} GB leaves too little for activations")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*decoder_layers(model), model):
+        fully_shard(module, mesh=ranks.mesh(), mp_policy=precision)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
+    began_s = updated_s = 0.0
+    for step in range(args.steps + 1):
+        if step == 1:
+            began_s, updated_s = time.perf_counter(), 0.0
+        for pack in packs(samples, PLAIN_TOKENS):
+            _loss(model, pack, device).backward()
+        _wait(device)
+        update_s = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        _wait(device)
+        updated_s += time.perf_counter() - update_s
+    took_s = (time.perf_counter() - began_s) / args.steps
+    peak = peak_bytes(torch.device(device)) / 1e9
     tokens = sum(len(s.ids) for s in samples)
     return [tokens / took_s, updated_s / args.steps, 0.0, 0.0, 0.0, peak, PLAIN_TOKENS, 0.0]
 

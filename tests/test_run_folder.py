@@ -25,6 +25,16 @@ def test_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert all(load_recipe(path / "recipe.toml").run.name == "small" for path in created)
 
 
+@pytest.mark.parametrize("typed", ["small", "runs/smal"])
+def test_missing_run_is_looked_for_among_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    start.new_folder(Recipe(run=RunSection(name="small")))
+    Path("src").mkdir()
+    with pytest.raises(WindfallError) as refused:
+        folders.check_exists(Path(typed))
+    assert refused.value.fix == "Did you mean 'runs/small'?"
+
+
 def test_checking_a_lock_does_not_take_it(tmp_path: Path) -> None:
     assert not folders.held(tmp_path)
     assert list(tmp_path.iterdir()) == []

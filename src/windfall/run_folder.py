@@ -94,10 +94,9 @@ def check_exists(run: Path) -> None:
     if run.is_file():
         raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")
     if not run.is_dir():
-        try:
-            near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()])
-        except OSError:  # the parent does not exist or is not readable
-            near = ""
+        beside = {file.parent.as_posix() for file in run.parent.glob("*/recipe.toml")}
+        started = {file.parent.name: file.parent.as_posix() for file in Path("runs").glob("*/recipe.toml")}
+        near = nearest(started.get(run.name, run.as_posix()), {*beside, *started.values()})
         raise WindfallError("no such run", where=str(run), fix=near or "Give a folder such as runs/demo.")
 
 

@@ -30,6 +30,7 @@ from windfall.plan.model.workload import Workload
 from windfall.plan.run.recipe import recipe_workload
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
+from windfall.run_folder import check_exists, recipe_file
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import service
 from windfall.step_time import StepTime
@@ -165,22 +166,16 @@ class CheckedPart(NamedTuple):
 
 def events_of(run: Path) -> list[Event]:
     """The log of a run, from its folder or its file."""
-    file = run / "events.jsonl" if run.is_dir() else run
+    file = run if run.is_file() else run / "events.jsonl"
     if not file.is_file():
-        raise _no_run(run, "events.jsonl")
+        check_exists(run)
+        raise WindfallError("this folder has no events.jsonl", where=str(run), fix="Give the folder of a run.")
     return read(file)
-
-
-def _no_run(run: Path, missing: str) -> WindfallError:
-    what = f"this folder has no {missing}" if run.is_dir() else "no such run"
-    return WindfallError(what, where=str(run), fix="Give the folder of a run, such as runs/demo.")
 
 
 def planned_run(run: Path) -> tuple[Recipe, list[Event]]:
     """The recipe and the log of a run that was planned."""
-    if not (run / "recipe.toml").is_file():
-        raise _no_run(run, "recipe.toml")
-    recipe = load_recipe(run / "recipe.toml")
+    recipe = load_recipe(recipe_file(run))
     if not recipe.plan.name:
         fix = "Only runs of a recipe from `windfall plan --write` can be checked."
         raise WindfallError("this run was not planned: its recipe has no [plan] section", where=str(run), fix=fix)

@@ -1,0 +1,222 @@
+"""Reward over time and over dollars on one GPU: windfall while its workers are killed, and TRL on the same task.
+
+    make smollm2
+    python benchmarks/beside_trl/curve.py windfall --folder FOLDER --seconds 540    once more continues it: 30 minutes
+    python benchmarks/beside_trl/curve.py trl --folder FOLDER --seconds 540         are four such commands for each
+    python benchmarks/beside_trl/curve.py table --folder FOLDER
+
+SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness_gpu.py). Both halves
+have the same prompts, reward function, group sizes, learning rate, optimizer and loss (Dr. GRPO); both are evaluated on
+the same 256 held-out tasks at temperature 1. TRL (`pip install trl`) generates with transformers; `--set use_vllm=true`
+and the like change its settings, and `--set KEY=VALUE` those of the recipe for windfall.
+
+windfall's four workers and its trainer share the GPU, and each costs a fifth of its price; two of the workers are
+killed with SIGKILL after `--up-s` seconds on average. TRL has the GPU alone, for its whole price. Time is that of the
+commands, with start-up, evaluations and checkpoints; what is between two commands does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
+from benchmarks.train.loop_gpu import SHARE_USD_PER_H
+from benchmarks.train.staleness_gpu import write_tasks
+from windfall.controller.cost.bill import Totals
+from windfall.events import log as events
+from windfall.models.load import resolve
+from windfall.recipe.file import load_recipe
+from windfall.recipe.sections import Recipe
+
+HERE = Path(__file__).parent
+GPU_USD_PER_H = 5 * SHARE_USD_PER_H
+TO_SAVE_S = 25
+"""Seconds of a command that are left for the last step and the checkpoint."""
+MINUTES = (1, 2, 5, 10, 15, 20, 25, 30)
+
+
+RECIPE = """
+[run]
+name = "windfall"
+folder = "{folder}"
+steps = 100000
+[model]
+path = "smollm2-135m"
+[env]
+name = "dataset"
+path = "{folder}/train.jsonl"
+rewards = ["{rewards}:exact"]
+[algorithm]
+name = "dr_grpo"
+[rollout]
+groups = 64
+group_size = 16
+max_tokens = 24
+staleness = 1
+[train]
+lr = 4e-5
+warmup = 5
+[eval]
+path = "{folder}/test.jsonl"
+tasks = {tasks}
+every = 25
+[checkpoint]
+every = 200
+[fleet]
+kind = "spot"
+workers = 2
+worker_memory = 0.05
+price_usd_per_h = {usd}
+trainer_price_usd_per_h = {usd}
+[trace]
+nodes = 2
+mean_up_s = {up_s}
+mean_down_s = 5
+price_usd_per_h = {usd}
+"""
+
+
+def prepare(folder: Path, tasks: int, up_s: float) -> Recipe:
+    """The data of both halves, and the recipe. No task that is held out is in the data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "recipe.toml"
+    if not file.exists():
+        write_tasks(folder / "train.jsonl", 20_000, seed=0, chat=True)
+        write_tasks(folder / "test.jsonl", tasks, seed=1, chat=True)
+        held_out = set((folder / "test.jsonl").read_text().splitlines())
+        rows = [line for line in (folder / "train.jsonl").read_text().splitlines() if line not in held_out]
+        (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in rows))
+        places = {"folder": folder.resolve(), "rewards": HERE / "exact.py"}
+        file.write_text(RECIPE.format(**places, usd=GPU_USD_PER_H / 5, tasks=tasks, up_s=up_s))
+    return load_recipe(file)
+
+
+def train_windfall(folder: Path, seconds: float, changes: Sequence[str]) -> None:
+    """Start the run or resume it, and stop it when the time is over."""
+    run = folder / "windfall"
+    words = ["resume", str(run)] if run.is_dir() else ["train", str(folder / "recipe.toml")]
+    command = [sys.executable, "-m", "windfall.run.cli", *words, *(word for c in changes for word in ("--set", c))]
+    process = subprocess.Popen(command)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it saves, so that it can be resumed
+        process.wait(60)
+
+
+def train_trl(folder: Path, seconds: float, recipe: Recipe, changes: Sequence[str]) -> None:
+    """The settings of the recipe, as TRL calls them, in a process of TRL."""
+    r, t = recipe.rollout, recipe.train
+    parts = 4  # forward and backward passes of an update
+    settings = {
+        "model": str(resolve(recipe.model.path)), "loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0,
+        "max_steps": recipe.run.steps, "per_device_train_batch_size": r.groups * r.group_size // parts,
+        "gradient_accumulation_steps": parts, "num_generations": r.group_size, "max_completion_length": r.max_tokens,
+        "temperature": r.temperature, "learning_rate": t.lr, "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": t.warmup, "adam_beta1": t.betas[0], "adam_beta2": t.betas[1], "max_grad_norm": t.clip_norm,
+        "weight_decay": t.weight_decay, "eval_steps": recipe.eval.every, "num_generations_eval": 1,
+        "per_device_eval_batch_size": recipe.eval.tasks,
+    }  # fmt: skip
+    settings |= {key: json.loads(value) for key, _, value in (change.partition("=") for change in changes)}
+    command = [sys.executable, "-m", "benchmarks.beside_trl.trl_half", str(folder), str(seconds), json.dumps(settings)]
+    subprocess.run(command, check=True, cwd=HERE.parents[1])
+
+
+class Point(NamedTuple):
+    """Where a half is after a while."""
+
+    at_s: float
+    step: int
+    held_out: float | None
+    tokens: int
+    usd: float
+
+
+def windfall_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
+    step, tokens, usd, held_out = 0, 0, 0.0, None
+    for e in events.read(folder / "windfall" / "events.jsonl"):
+        if e.get("bill"):
+            usd += msgspec.convert(e["bill"], Totals).all.total_usd
+        if (e["kind"], e["name"]) == ("scalar", "step"):
+            step, tokens = e["step"], tokens + e["trained"]
+        elif (e["kind"], e["name"]) == ("scalar", "eval"):
+            held_out = e["reward"]
+        else:
+            continue
+        yield Point(elapsed(e["t"]), step, held_out, tokens, usd)
+
+
+def trl_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
+    tokens, held_out = 0, None
+    for e in map(json.loads, (folder / "trl" / "log.jsonl").read_text().splitlines()):
+        tokens, held_out = int(e.get("num_tokens", tokens)), e.get("eval_reward", held_out)
+        at_s = elapsed(e["t"])
+        yield Point(at_s, e["step"], held_out, tokens, at_s / 3600 * GPU_USD_PER_H)
+
+
+POINTS = {"windfall": windfall_points, "trl": trl_points}
+
+
+def points(folder: Path, half: str) -> list[Point]:
+    """Time counts while a command ran."""
+    pieces = [p for p in map(json.loads, (folder / "pieces.jsonl").read_text().splitlines()) if p["half"] == half]
+
+    def elapsed(t: float) -> float:
+        return sum(max(0.0, min(t, piece["ended"]) - piece["began"]) for piece in pieces)
+
+    return list(POINTS[half](folder, elapsed))
+
+
+def table(folder: Path) -> Iterator[str]:
+    yield f"{'':10}{'minutes':>8}{'steps':>7}{'reward on held-out tasks':>26}{'tokens':>12}{'$':>8}"
+    for half in POINTS:
+        if not (folder / half).is_dir():
+            continue
+        known = points(folder, half)
+        for minutes in MINUTES:
+            before = [p for p in known if p.at_s <= 60 * minutes]
+            if before and (before[-1] is not known[-1] or 60 * (minutes - 1) < known[-1].at_s):
+                p = before[-1]
+                held_out = "-" if p.held_out is None else f"{p.held_out:.3f}"
+                yield f"{half:10}{p.at_s / 60:>8.1f}{p.step:>7}{held_out:>26}{p.tokens:>12,}{p.usd:>8.3f}"
+    if (log := folder / "windfall" / "events.jsonl").exists():
+        seen = events.read(log)
+        steps = [e for e in seen if (e["kind"], e["name"]) == ("scalar", "step")]
+        moved, lost = sum(e["moved"] for e in steps), sum(e["lost_tokens"] for e in steps)
+        workers = sum(e["name"] == "worker_lost" for e in seen)
+        yield f"windfall: {workers} workers lost, {moved:,} responses moved, {lost} tokens lost"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*POINTS, "table"])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=540, help="How long the command may take.")
+    parser.add_argument("--tasks", type=int, default=256, help="Held-out tasks.")
+    parser.add_argument("--up-s", type=float, default=60, help="Mean seconds until a worker is killed.")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    folder, began = options.folder.resolve(), time.time()
+    if options.what != "table":
+        recipe, seconds = prepare(folder, options.tasks, options.up_s), options.seconds - TO_SAVE_S
+        if options.what == "windfall":
+            train_windfall(folder, seconds, options.set)
+        else:
+            train_trl(folder, seconds, recipe, options.set)
+        with (folder / "pieces.jsonl").open("a") as file:
+            file.write(json.dumps({"half": options.what, "began": began, "ended": time.time()}) + "\n")
+    print("\n".join(table(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -107,11 +107,10 @@ def test_a_number_belongs_to_one_call_also_after_a_restart(tmp_path: Path) -> No
     async def second(store: TinkerStore) -> None:
         log = CallLog(store, Keys({}))
         log.restore()
-        assert (found := log.again("s/1", c.digest(call))) is not None
-        assert found.done
-        assert log.again("s/2", c.digest(other)) is None
+        assert log.entry("s/1", ALICE, call).done
+        assert log.entry("s/2", ALICE, other).call is other
         with pytest.raises(c.Refusal, match="s/1 was made before with other content"):
-            log.again("s/1", c.digest(other))
+            log.entry("s/1", ALICE, other)
 
     play(tmp_path, first)
     play(tmp_path, second)

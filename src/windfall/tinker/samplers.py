@@ -138,17 +138,14 @@ class Samplers:
     def entry(self, account: ApiAccount, call: c.SampleCall) -> Entry:
         """The call, or the one that was made before with its number. Raises Refusal."""
         sampler = self.get(account, call.sampler)
-        id, digest = call_id(sampler.id, call.seq), c.digest(call)
-        if (found := self._shared.calls.again(id, digest)) is not None:
-            return found
-        self._shared.keys.check_calls(account)
-        if why := self._fleet.check(call):
-            raise Refusal(400, why)
-        sampler.used = time.time()
-        return Entry(
-            id=id, account=account.name, sampler=sampler.id, seq=call.seq, digest=digest, call=call,
-            created=sampler.used,
-        )  # fmt: skip
+        id, calls = call_id(sampler.id, call.seq), self._shared.calls
+        entry = calls.entry(id, account, call, sampler=sampler.id, seq=call.seq)
+        if calls.get(id) is None:
+            self._shared.keys.check_calls(account)
+            if why := self._fleet.check(call):
+                raise Refusal(400, why)
+            sampler.used = entry.created
+        return entry
 
     async def perform(self, entry: Entry, call: c.SampleCall) -> None:
         attempts, shared = Attempts(), self._shared

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from windfall.tinker import calls as c
 from windfall.tinker.accounts.keys import ApiAccount, Keys
@@ -107,10 +108,13 @@ class CallLog:
     def get(self, id: str) -> Entry | None:
         return self._entries.get(id)
 
-    def again(self, id: str, digest: bytes) -> Entry | None:
-        """The call that was made before with this id. None: there is none. Raises Refusal if it was another call."""
-        found = self._entries.get(id)
-        if found is not None and found.digest != digest:
+    def entry(self, id: str, account: ApiAccount, call: c.Call, **owner: Any) -> Entry:
+        """The call that was made before with this id, or a new entry, which is to be added. `owner`: other fields of a
+        new one. Raises Refusal if the call before was another one."""
+        digest, found = c.digest(call), self._entries.get(id)
+        if found is None:
+            return Entry(id=id, account=account.name, digest=digest, call=call, created=time.time(), **owner)
+        if found.digest != digest:
             raise c.Refusal(400, f"call {id} was made before with other content. Give every call a number of its own.")
         return found
 

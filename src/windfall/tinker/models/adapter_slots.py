@@ -18,7 +18,7 @@ from typing import Protocol
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.tinker.accounts.fairness import TrainerTurns
-from windfall.tinker.models.slots import Slots
+from windfall.tinker.models.slots import AdapterSlot, Slots
 from windfall.training import TrainerLost
 
 LOOK_S = 0.2
@@ -91,12 +91,32 @@ class SlotUser(Protocol):
         ...
 
 
+class SharedSlots(Slots):
+    """Slots whose users wait until one is free."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._freed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def using(self, key: str) -> AsyncIterator[AdapterSlot]:
+        """A slot for the adapter with this key, until the context ends."""
+        async with self._freed:
+            while (slot := self.take(key)) is None:
+                await self._freed.wait()
+        try:
+            yield slot
+        finally:
+            self.release(key)
+            async with self._freed:
+                self._freed.notify_all()
+
+
 class TrainSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str], turns: TrainerTurns) -> None:
-        self._trainers, self._slots, self._turns = trainers, Slots(names), turns
+        self._trainers, self._slots, self._turns = trainers, SharedSlots(names), turns
         self._loaded: dict[str, SlotUser] = {}
         """The model whose adapter the trainer has in each slot."""
-        self._freed = asyncio.Condition()
         trainers.emptied.append(self._emptied)
 
     async def _emptied(self) -> None:
@@ -114,28 +134,22 @@ class TrainSlots:
     @contextlib.asynccontextmanager
     async def hold(self, user: SlotUser) -> AsyncIterator[RemoteTrainer]:
         """A slot with its adapter, for one call. Raises TrainerLost."""
-        async with self._freed:
-            while (slot := self._slots.take(user.id)) is None:
-                await self._freed.wait()
-        try:
-            trainer = self._trainers.trainers[slot.name]
-            if self._loaded.get(slot.name) is not user:
-                before = self._loaded.get(slot.name)
-                if before is not None:
-                    # What cannot be saved is repeated when it enters again.
-                    with contextlib.suppress(WindfallError), self._turns.paid_by(before.account):
-                        await before.leave(trainer)
-                    self._loaded.pop(slot.name, None)
-                await user.enter(trainer)
-                self._loaded[slot.name] = user
-            yield trainer
-        except BaseException:  # raised again: a verb that was begun may still be performed
-            self._loaded.pop(slot.name, None)
-            raise
-        finally:
-            self._slots.release(user.id)
-            async with self._freed:
-                self._freed.notify_all()
+        async with self._slots.using(user.id) as slot:
+            try:
+                trainer = self._trainers.trainers[slot.name]
+                if self._loaded.get(slot.name) is not user:
+                    before = self._loaded.get(slot.name)
+                    if before is not None:
+                        # What cannot be saved is repeated when it enters again.
+                        with contextlib.suppress(WindfallError), self._turns.paid_by(before.account):
+                            await before.leave(trainer)
+                        self._loaded.pop(slot.name, None)
+                    await user.enter(trainer)
+                    self._loaded[slot.name] = user
+                yield trainer
+            except BaseException:  # raised again: a verb that was begun may still be performed
+                self._loaded.pop(slot.name, None)
+                raise
 
     def remove(self, user: SlotUser) -> None:
         """Free its slot, and save nothing."""
@@ -159,13 +173,12 @@ class SampleSlots:
     """`load(slot, folder)` loads an adapter and offers it to workers. The weights of one key may change (`changed`)."""
 
     def __init__(self, trainers: Trainers, names: Iterable[str], load: Callable[[str, Path], Awaitable[None]]) -> None:
-        self._trainers, self._slots, self._load = trainers, Slots(names), load
+        self._trainers, self._slots, self._load = trainers, SharedSlots(names), load
         self._loaded: dict[str, Path] = {}
         """The weights that workers can have for each slot."""
         self._wanted: dict[str, Path] = {}
         """The weights of each key that is in use."""
         self._locks = {slot.name: asyncio.Lock() for slot in self._slots}
-        self._freed = asyncio.Condition()
         trainers.emptied.append(self._emptied)
 
     async def _emptied(self) -> None:
@@ -180,19 +193,14 @@ class SampleSlots:
     async def hold(self, key: str, folder: Callable[[], Path]) -> AsyncIterator[str]:
         """The policy that these weights are. `folder`: where they are, when they get a slot. Raises TrainerLost, and
         WindfallError if they cannot be loaded."""
-        async with self._freed:
-            while (slot := self._slots.take(key)) is None:
-                await self._freed.wait()
-        try:
-            self._wanted[key] = folder()
-            await self._bring(slot.name, folder())
-            yield slot.name
-        finally:
-            self._slots.release(key)
-            if not slot.users:
-                self._wanted.pop(key, None)
-            async with self._freed:
-                self._freed.notify_all()
+        async with self._slots.using(key) as slot:
+            try:
+                self._wanted[key] = folder()
+                await self._bring(slot.name, folder())
+                yield slot.name
+            finally:
+                if slot.users == 1:
+                    self._wanted.pop(key, None)
 
     def drop(self, key: str) -> None:
         """Load these weights again for the next response."""

@@ -96,12 +96,9 @@ class ClientModels:
         """The call that creates a model, or the one that was made before. Raises Refusal."""
         self._sessions.get(account, call.session)
         model, calls = f"{call.session}:train:{call.seq}", self._shared.calls
-        entry = Entry(
-            id=call_id(model, 0), account=account.name, model=model, digest=c.digest(call), call=call,
-            created=time.time(),
-        )  # fmt: skip
-        if (found := calls.again(entry.id, entry.digest)) is not None:
-            return found
+        entry = calls.entry(call_id(model, 0), account, call, model=model)
+        if calls.get(entry.id) is not None:
+            return entry
         if model in self.all:
             entry.call = None
             calls.add_known(entry, c.ModelReady(model=model, path=call.path))
@@ -205,11 +202,7 @@ class ClientModels:
     def new_unload(self, account: ApiAccount, call: c.UnloadModel) -> Entry:
         """The call that unloads a model, or the one that was made before. Raises Refusal."""
         model = self.get(account, call.model)
-        entry = Entry(
-            id=f"{model.id}/unload", account=account.name, model=model.id, digest=c.digest(call), call=call,
-            created=time.time(),
-        )  # fmt: skip
-        return self._shared.calls.again(entry.id, entry.digest) or entry
+        return self._shared.calls.entry(f"{model.id}/unload", account, call, model=model.id)
 
     async def unload(self, entry: Entry) -> None:
         if (model := self.all.get(entry.model)) is not None:
@@ -245,20 +238,18 @@ class ClientModels:
     def entry(self, account: ApiAccount, call: c.ModelCall) -> Entry:
         """The call of a model, or the one that was made before with its number. Raises Refusal."""
         model, shared = self.get(account, call.model), self._shared
-        id, digest = call_id(model.id, call.seq), c.digest(call)
-        if (found := shared.calls.again(id, digest)) is not None:
-            return found
+        entry = shared.calls.entry(call_id(model.id, call.seq), account, call, model=model.id, seq=call.seq)
+        if shared.calls.get(entry.id) is not None:
+            return entry
         if model.unloaded:
             raise Refusal(410, f"model {model.id} was unloaded. Create a training client from its saved weights.")
         if call.seq < model.next_seq:
             raise Refusal(410, f"call {call.seq} of model {model.id} was performed long ago; its result is gone")
         shared.keys.check_calls(account)
         if why := self._why_not(account, call):
-            call = c.RefusedCall(model=call.model, seq=call.seq, message=why)
-        model.seen = time.time()
-        return Entry(
-            id=id, account=account.name, model=model.id, seq=call.seq, digest=digest, call=call, created=model.seen
-        )  # fmt: skip
+            entry.call = c.RefusedCall(model=call.model, seq=call.seq, message=why)
+        model.seen = entry.created
+        return entry
 
     def _why_not(self, account: ApiAccount, call: c.ModelCall) -> str:
         """Why it will fail; "" if it is not known to."""

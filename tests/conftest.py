@@ -12,12 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
-from _pytest.assertion import rewrite
 
+from tests import run_in_parallel
+from tests.run_in_parallel import FORKED_RANKS
 from tests.support import import_server
 from windfall.processes import fork_client, parent_death
 from windfall.run import cli
@@ -50,44 +50,11 @@ QUICK_SHARE, QUICK_LEAST = 0.35, 10
 
 HERE = Path(__file__).parent
 
-FORKED_RANKS = (
-    "trainer/ranks/test_adapter_ranks.py",
-    "trainer/ranks/test_policy_ranks.py",
-    "trainer/ranks/test_rank_exchanges.py",
-    "test_benchmarks.py",
-    "trainer/test_given_losses.py",
-    "trainer/test_layer_choice.py",
-    "trainer/ranks/test_ranks.py",
-    "trainer/ranks/test_remote_ranks.py",
-    "trainer/test_sharded_layers.py",
-    "weights/test_adapter_base.py",
-    "weights/test_publish_ranks.py",
-    "weights/test_pull_sources.py",
-)
-"""Files whose tests fork processes from multiprocessing's server, which imports torch in every test process that has
-such tests. With `--dist loadfile`, they are treated as one file, so that a single test process runs them."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    together = {f"{HERE.name}/{name}" for name in FORKED_RANKS}
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "forked ranks" if file in together else file
-
-    return Scheduling(config, log)
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start an import server for all test processes, so that not every run of a test imports torch. Without `-n` there
+    """Start an import server for all test processes, so that not every run of a test imports torch. Without run_in_parallel.py there
     is none, and every run starts as a user's run does."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    if not config.pluginmanager.has_plugin(run_in_parallel.NAME):
         return
     folder = tempfile.mkdtemp(prefix="windfall-tests-")
     path = f"{folder}/imports"
@@ -128,36 +95,17 @@ LONGEST_FIRST = (
     "controller/rollout/test_kill_everywhere.py",
     "providers",
 )
-"""Files and folders that take the most time. With `--dist loadfile`, one process would run the last of them alone."""
+"""Files and folders that take the most time. Begun last, one of them would run alone at the end."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    _compile_share(session.config)
     gc.disable()  # nothing that collecting the tests makes is garbage; looking for it takes a tenth of the time
     try:
         return (yield)
     finally:
         gc.freeze()  # the garbage collector need not look at the imported libraries again and again
         gc.enable()
-
-
-def _compile_share(config: pytest.Config) -> None:
-    """Compile a share of the test files before they are imported, and leave the others to the other test processes.
-
-    pytest compiles test files itself, to explain what was compared when an `assert` fails, which takes 10 s of CPU time
-    for all of them. In a new clone every process would do all of it, because all of them start at the same moment."""
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if count == 1 or sys.dont_write_bytecode or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    share = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    state = config.stash[rewrite.assertstate_key]
-    for path in sorted(HERE.rglob("test_*.py"))[share::count]:
-        folder = rewrite.get_cache_dir(path)
-        compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
-        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, compiled) is None:
-            source, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(state, code, source, compiled)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

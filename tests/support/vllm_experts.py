@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():
+if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     from triton import backends
 

@@ -52,8 +52,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start an import server for all test processes, so that not every run of a test imports torch. Without run_in_parallel.py there
-    is none, and every run starts as a user's run does."""
+    """Start an import server for all test processes, so that not every run of a test imports torch. Without
+    run_in_parallel.py there is none, and every run starts as a user's run does."""
     if not config.pluginmanager.has_plugin(run_in_parallel.NAME):
         return
     folder = tempfile.mkdtemp(prefix="windfall-tests-")
@@ -140,10 +140,13 @@ def pytest_runtest_call() -> None:
 
 
 def _seed() -> None:
-    """A test draws the same numbers whatever tests have run before it in its process."""
+    """A test draws the same numbers, with one thread, whatever tests have run before it in its process: the threads of
+    several processes would wait for each other, which takes ten times the CPU time."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        if torch.get_num_threads() > 1:
+            torch.set_num_threads(1)
     if draws := sys.modules.get("numpy.random"):
         draws.seed(0)
 

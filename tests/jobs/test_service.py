@@ -37,6 +37,7 @@ def bills_add_up(service: JobService) -> None:
     assert max(one) - min(one) < 0.1, "every device was there for the same time"
 
 
+@pytest.mark.slow
 def test_two_jobs_share_devices_and_train_as_alone(tmp_path: Path, trained_alone: Alone) -> None:
     began = time.monotonic()
     with JobService(tmp_path) as service:

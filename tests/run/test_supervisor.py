@@ -197,6 +197,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_run_continues_after_its_trainer_has_failed(here: Path) -> None:
     """A real run whose trainer runs out of memory once: it continues from checkpoint and journal."""
     (here / "breaks.py").write_text(BREAKS)

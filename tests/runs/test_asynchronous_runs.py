@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from windfall.events.log import read
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -38,6 +40,7 @@ def check_rules(steps: list[dict[str, Any]], bound: int) -> None:
     assert sum(e["made"] for e in steps) == used + sum(e["too_old_tokens"] for e in steps), "tokens do not add up"
 
 
+@pytest.mark.slow
 def test_tokens_add_up_and_the_bound_holds(windfall: Windfall) -> None:
     code, out, err = windfall("train", "small.toml", *settings("rollout.staleness=2", "run.steps=5", "fleet.workers=1"))
     assert (code, err) == (0, ""), out

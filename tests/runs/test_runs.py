@@ -131,6 +131,7 @@ def test_same_seed_gives_the_same_text(windfall: Windfall) -> None:
     assert f"[0/0] {alone}" == out.splitlines(keepends=True)[0]  # streamed, and alone in its batch: the same text
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> None:
     command = [sys.executable, "-m", "windfall.run.cli", "train", "small.toml", "--set", "run.steps=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -167,7 +168,11 @@ def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "where", ["run.device=cuda", pytest.param("rollout.max_tokens=600", marks=pytest.mark.slow), "engine.kv_tokens=16"]
+    "where",
+    [
+        "run.device=cuda",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("rollout.max_tokens=600", "engine.kv_tokens=16")),
+    ],
 )
 def test_impossible_run_fails_with_a_clear_error(windfall: Windfall, where: str) -> None:
     import torch

@@ -45,6 +45,7 @@ def losses(run: Path, name: str = "sft") -> list[tuple[int, float]]:
     return [(e["step"], e["loss"]) for e in read(run / "events.jsonl") if e["name"] == name]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_continues_to_the_same_bits_and_data_may_not_change(windfall: Windfall, data: Path) -> None:
     run, cut = Path("runs/sft"), Path("runs/cut")

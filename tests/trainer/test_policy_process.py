@@ -121,6 +121,7 @@ def samples(seed: int) -> list[Sample]:
     return [Sample(ids=ids, targets=tuple(range(2, 12)), behavior=np.full(10, -4.0), advantage=1.0, limit=20)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_policies_of_one_trainer_go_on_from_their_own_checkpoints(tmp_path: Path) -> None:
     async def main() -> None:

@@ -33,7 +33,7 @@ def copies(tree: Any) -> list[bool]:
     return [layer.copy is not None for layer in tree.modules() if isinstance(layer, PrepackedLinear)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_copy_gives_the_results_of_the_weights_for_every_number_of_rows(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -43,6 +43,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rank_is_killed(killed: Path) -> None:
     assert "the trainer was killed (SIGKILL); restarting it" in (killed / "out.txt").read_text()
     assert len(events(killed / "r", "trainer_ready")) == 2

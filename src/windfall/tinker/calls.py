@@ -33,8 +33,9 @@ from windfall.types import Sampling
 Metadata = dict[str, str]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """The number of a call of a model or a sampler."""
-Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+MAX_TOKEN = 1 << 31
+Token = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKEN)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 """The number of responses to one prompt."""
 
 

@@ -22,6 +22,14 @@ PARTS = {"training": "weights", "sampler": "sampler_weights"}
 """The part of a path that says what kind of saved weights these are, by kind."""
 
 
+def path_of(model: str, part: str, name: str) -> str:
+    """
+    >>> path_of("s:train:0", "weights", "final")
+    'tinker://s:train:0/weights/final'
+    """
+    return f"tinker://{model}/{part}/{name}"
+
+
 class SavedWeights:
     def __init__(self, folder: Path, store: TinkerStore) -> None:
         """`folder`: that of all models."""

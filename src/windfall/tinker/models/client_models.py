@@ -28,7 +28,7 @@ from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.call_log import Entry, call_id
 from windfall.tinker.disk.records import NamedWeights
-from windfall.tinker.disk.saved_weights import PARTS, SavedWeights, link_tree, size
+from windfall.tinker.disk.saved_weights import PARTS, SavedWeights, link_tree, path_of, size
 from windfall.tinker.disk.store import Statement, TinkerStore
 from windfall.tinker.models import call_checks
 from windfall.tinker.models.adapter_slots import TrainSlots
@@ -367,7 +367,7 @@ class ClientModels:
         """Save weights. Returns the result, what to write down, and folders that were replaced."""
         kind = "training" if isinstance(call, c.SaveWeights) else "sampler"
         folder = model.folder / PARTS[kind] / f"{call.name or 'unnamed'}-{call.seq}"
-        path = f"tinker://{model.id}/{PARTS[kind]}/{call.name or folder.name}"
+        path = path_of(model.id, PARTS[kind], call.name or folder.name)
         before = self._weights.named.get(path)
         if isinstance(call, c.SaveWeights) and before is not None and not call.overwrite:
             raise WindfallError(f"there are weights {call.name!r} already", where=path, fix="Choose another name.")

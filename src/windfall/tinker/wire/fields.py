@@ -14,15 +14,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from windfall.errors import nearest
-from windfall.tinker.calls import Metadata, Refusal
+from windfall.tinker.calls import Count, Metadata, Number, Refusal, Token
 
-MAX_SEQUENCES = 4096
-"""Largest number of sequences of a sample."""
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
-Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
-"""No larger than what every format on the way can hold."""
-Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, Meta(min_length=1)]
 TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 T = TypeVar("T")
@@ -50,7 +45,7 @@ class LoraFields(Struct):
 
 class CreateModelBody(Struct):
     session_id: Name
-    model_seq_id: Natural
+    model_seq_id: Number
     base_model: Name
     user_metadata: Metadata | None = None
     lora_config: LoraFields | None = None
@@ -61,9 +56,9 @@ class LoadWeightsBody(Struct):
     path: Name
     optimizer: bool
     model_id: str | None = None
-    seq_id: Natural | None = None
+    seq_id: Number | None = None
     session_id: str | None = None
-    model_seq_id: Natural | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -85,14 +80,14 @@ class AdamFields(Struct):
 
 class OptimStepBody(Struct):
     model_id: Name
-    seq_id: Natural
+    seq_id: Number
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
 class SaveWeightsBody(Struct):
     model_id: Name
-    seq_id: Natural
+    seq_id: Number
     path: str | None = None
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
@@ -101,9 +96,9 @@ class SaveWeightsBody(Struct):
 
 class SaveForSamplerBody(Struct):
     model_id: Name
-    seq_id: Natural
+    seq_id: Number
     path: str | None = None
-    sampling_session_seq_id: Natural | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: TtlSeconds | None = None
     user_metadata: Metadata | None = None
@@ -111,7 +106,7 @@ class SaveForSamplerBody(Struct):
 
 class CreateSampler(Struct):
     session_id: Name
-    sampling_session_seq_id: Natural
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -151,15 +146,15 @@ class SamplingFields(Struct):
 
 class SampleBody(Struct):
     sampling_session_id: Name
-    seq_id: Natural
+    seq_id: Number
     prompt: Prompt
     sampling_params: SamplingFields
-    num_samples: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] = 1
+    num_samples: Count = 1
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Natural = 0
-    topk_sample_logprobs: Natural = 0
+    topk_prompt_logprobs: Number = 0
+    topk_sample_logprobs: Number = 0
     target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: Natural = 0
+    prompt_alt_tokens_k: Number = 0
     prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
     record_stability_info: bool | None = None
 
@@ -172,12 +167,12 @@ class RetrieveBody(Struct):
 class FuturesTarget(Struct):
     sampling_session_id: Name
     type: str = "sampling_session"
-    cloned_sampler_id: Natural = 0
+    cloned_sampler_id: Number = 0
 
 
 class RetrieveManyBody(Struct):
     target: FuturesTarget
-    prev_cursor: Natural = 0
+    prev_cursor: Number = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
     retrieved_request_ids: list[str] = []
 
@@ -193,7 +188,7 @@ class PathBody(Struct):
 class CopyWeightsBody(Struct):
     source_path: Name
     session_id: str | None = None
-    model_seq_id: Natural | None = None
+    model_seq_id: Number | None = None
     destination_project_id: str | None = None
     ttl_seconds: TtlSeconds | None = None
     weights_access_token: str | None = None

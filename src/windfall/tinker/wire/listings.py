@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from windfall.tinker.calls import LoraSpec, Refusal
+from windfall.tinker.disk.saved_weights import PARTS
 from windfall.tinker.wire.fields import SearchBody
 
 if TYPE_CHECKING:
     from windfall.tinker.disk.records import NamedWeights, TinkerSession
     from windfall.tinker.models.model import TrainedModel
 
-PARTS = {"weights": "training", "sampler_weights": "sampler"}
-"""The part of a path that says what kind of weights these are, and the kind."""
 PROJECT = "default"
 """Every session is in it: there are no projects."""
 MAX_PAGE = 1000
@@ -27,14 +26,6 @@ def when(epoch_s: float) -> str:
     '1970-01-01T00:00:00+00:00'
     """
     return datetime.fromtimestamp(epoch_s, UTC).isoformat()
-
-
-def path_of(model: str, part: str, name: str) -> str:
-    """
-    >>> path_of("s:train:0", "weights", "final")
-    'tinker://s:train:0/weights/final'
-    """
-    return f"tinker://{model}/{part}/{name}"
 
 
 def checkpoint(found: NamedWeights) -> dict[str, Any]:
@@ -52,7 +43,7 @@ def checkpoint(found: NamedWeights) -> dict[str, Any]:
 
 def training_run(model: TrainedModel, saved: Sequence[NamedWeights]) -> dict[str, Any]:
     """`saved`: the weights of the model, newest first."""
-    newest = {kind: next((p for p in saved if p.kind == kind), None) for kind in PARTS.values()}
+    newest = {kind: next((p for p in saved if p.kind == kind), None) for kind in PARTS}
     last = {kind: None if found is None else checkpoint(found) for kind, found in newest.items()}
     return {
         "training_run_id": model.id,

@@ -21,7 +21,7 @@ import numpy as np
 
 from windfall.algorithms.given import Loss, LossName
 from windfall.errors import nearest
-from windfall.tinker.calls import ForwardBackwardCall, ForwardCall, Refusal, RefusedCall
+from windfall.tinker.calls import MAX_TOKEN, ForwardBackwardCall, ForwardCall, Refusal, RefusedCall
 from windfall.tinker.wire import messages
 from windfall.tinker.wire.fields import MAX_ECHO, only_text
 from windfall.training import Sample, given
@@ -39,7 +39,6 @@ ELSEWHERE = {
     "stable_reinforce": "use importance_sampling, ppo or cispo, or forward_backward_custom",
 }
 """Losses of the SDK that are not supported, and what to use instead."""
-MAX_TOKEN = 1 << 31
 _TYPES = {
     messages.FLOAT32: np.dtype("<f4"),
     messages.INT64: np.dtype("<i8"),

@@ -25,6 +25,7 @@ from aiohttp import web
 from windfall.link.listener import Listener
 from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
+from windfall.tinker.disk.saved_weights import path_of
 from windfall.tinker.wire import answers, listings, messages, native, requests, samples
 from windfall.tinker.wire import fields as f
 from windfall.tinker.wire.bodies import MAX_BODY_BYTES, BodyReader, zstd
@@ -409,7 +410,7 @@ async def _refuse(why: str, request: web.Request) -> web.Response:
 def _path(request: web.Request) -> str:
     """The weights that the path of a request names."""
     model, part, name = (request.match_info[key] for key in ("model", "part", "name"))
-    return listings.path_of(model, part, name)
+    return path_of(model, part, name)
 
 
 def _check_project(query: Mapping[str, str]) -> None:

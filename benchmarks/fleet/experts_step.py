@@ -37,7 +37,6 @@ factory = "benchmarks.fleet.expert_routes:Digits"
 staleness = 0
 [train]
 lr = 1e-5
-replay_routing = true
 micro_tokens = 8192  # the worker needs memory of the same GPU
 [train.lora]
 rank = 16
@@ -90,6 +89,8 @@ def main() -> None:
             "model.path": folder / "model", "run.folder": folder, "run.steps": args.steps, "run.device": args.device,
             "rollout.groups": args.groups, "rollout.group_size": 8, "rollout.max_tokens": args.tokens,
             "engine.name": args.engine,
+            # vLLM for CPUs does not record experts
+            "train.replay_routing": "auto" if (args.engine, args.device) == ("vllm", "cpu") else True,
         }  # fmt: skip
         recipe = load_recipe(folder / "recipe.toml", [f"{key}={value}" for key, value in values.items()])
         run = new_folder(recipe)

@@ -139,7 +139,7 @@ def gap(name: str, device: str, responses: int = 48, tokens: int = 128) -> str:
     samples = generated(model, responses, tokens)
     learner, reader = Learner(model, say=lambda line: None), ExpertReader(model)
     rows = pack_experts(samples, learner.policy.replay)
-    assert rows is not None
+    assert rows is not None, "the engine or the trainer does not find the experts of this model"
     behavior, given = np.concatenate([s.behavior for s in samples]), torch.from_numpy(rows).transpose(0, 1).to(device)
     gaps, chosen = [], []
     for replay in (True, False):

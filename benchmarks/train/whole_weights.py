@@ -167,13 +167,17 @@ def empty_model(name: str, device: str, dtype: torch.dtype, attention: str) -> A
     return model
 
 
+def samples_of(name: str) -> list[Sample]:
+    return make_samples(name if name in SHAPES else "8B")  # which has the same vocabulary
+
+
 def windfall(name: str, variant: str, args: Any) -> list[Any]:
     device = args.device
     train: dict[str, Any] = {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9, "lr": 1e-6}
     recipe = parse_recipe({"train": train | VARIANTS[variant]}, where="benchmark")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = empty_model(name, device, dtype, NAME)
-    samples = make_samples(name)
+    samples = samples_of(name)
     longest = max(len(s.ids) for s in samples)
     free, total = (free_bytes("cuda"), torch.cuda.mem_get_info()[1]) if device == "cuda" else (64e9, 64e9)
     plan = plan_memory(recipe, model, longest, free=free, total=total, host=free_bytes())
@@ -211,7 +215,7 @@ def plain(name: str, args: Any) -> list[Any]:
 
 
 def _plain(name: str, args: Any, ranks: TrainerRanks) -> list[Any]:
-    device, samples = args.device, make_samples(name)
+    device, samples = args.device, samples_of(name)
     model = empty_model(name, device, torch.float32, "sdpa").train()
     state_gb = 16e-9 * sum(p.numel() for p in model.parameters())
     if device == "cuda" and state_gb > PLAIN_SHARE * torch.cuda.mem_get_info()[1] / 1e9:

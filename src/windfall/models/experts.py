@@ -21,6 +21,9 @@ from windfall.chosen_experts import item_bytes
 from windfall.errors import WindfallError
 from windfall.models.attention import ShapeRecorder
 
+_OF_EXPERTS = ("num_experts", "has_gate", "is_transposed")
+"""What transformers, since 5.17, gives a module whose experts it may compute in different ways."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
@@ -78,9 +81,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
             index=next((int(part) for part in name.split(".") if part.isdigit()), 0),
         )
         for name, module in names.items()
-        if hasattr(type(module), "forward")
-        and hasattr(module, "_is_expert_parallel")
-        and hasattr(module, "num_experts")
+        if hasattr(type(module), "forward") and all(hasattr(module, name) for name in _OF_EXPERTS)
     ]
 
 

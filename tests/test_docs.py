@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -235,17 +232,15 @@ def test_recipes_of_the_guides_are_valid(page: Path) -> None:
             assert worker_sources.preview(recipe)
 
 
-def test_own_task_of_the_start_page_runs(tmp_path: Path) -> None:
+def test_own_task_of_the_start_page_runs(
+    here: Path, windfall: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files exactly as the page prints them, checked by --dry-run; a task is created and graded."""
     page = (ROOT / "docs" / "start.md").read_text()
     for name, kind in (("my_task.py", "python"), ("my_task.toml", "toml")):
         block = re.search(rf"`{re.escape(name)}`:\n\n```{kind}\n(.*?)```", page, re.DOTALL)
         assert block, name
-        (tmp_path / name).write_text(block[1])
-    command = [sys.executable, "-m", "windfall.run.cli", "train", "my_task.toml", "--dry-run"]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Sums: built task 'sums/0'" in done.stdout + done.stderr
+        (here / name).write_text(block[1])
+    monkeypatch.syspath_prepend(here)
+    code, out, err = windfall("train", "my_task.toml", "--dry-run")
+    assert (code, "Sums: built task 'sums/0'" in out + err) == (0, True), err

@@ -60,6 +60,7 @@ def test_seeds_share_no_tasks() -> None:
     assert not prompts[0] & prompts[1]
 
 
+@pytest.mark.slow
 def test_task_that_depends_on_the_hash_seed_is_the_same_in_every_process() -> None:
     program = "import test_gym; print(test_gym.prompts()); test_gym.check_imports()"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
@@ -126,6 +127,7 @@ def test_entry_with_another_answer_is_an_error_not_a_reward() -> None:
         reward(env, other, "1")
 
 
+@pytest.mark.slow
 def test_answer_that_takes_too_long_to_score_is_wrong_and_blocks_nothing() -> None:
     named = {"name": "custom", "factory": "windfall.envs.gym:Gym", "options": {"task": "countdown", "cpu_s": 1.0}}
     gold = Gym("countdown", {}, seed=0).task(0).answer["gold"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,8 @@ def checked(engine: m.EngineSpec, device: str, model: Any, *, must_replay: bool 
         if must_replay:
             fix = "Set train.replay_routing = 'auto'."
             raise WindfallError(f"routing cannot be replayed: {why}", where="train.replay_routing", fix=fix)
+        if why != selftest.NO_EXPERTS:
+            print(f"tokens are trained without the experts of their engine: {why}", file=sys.stderr, flush=True)
         engine = msgspec.structs.replace(engine, experts=False)
     found = factory.self_test(engine, device, model)
     verdict.check_weights(model)

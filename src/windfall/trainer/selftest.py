@@ -58,11 +58,14 @@ def judge_trainer(
     return judge.judge(measure, what, config, device, longest, names)
 
 
+NO_EXPERTS = "the model has no experts"
+
+
 def replay_refusal(fields: Mapping[str, Any], *, device: str, names: Iterable[str] | None = None) -> str:
     """Why the trainer cannot let given experts compute the tokens of this model; "" if it can. Tried with a small model
     of the same architecture."""
     if not any(".experts." in name for name in names or (".experts.",)):
-        return "the model has no experts"
+        return NO_EXPERTS
     small = build_small_model(verdict.config_of(fields), names, longest=64, device=device, seed=0)
     learner, reader = Learner(small.model, say=lambda line: None), ExpertReader(small.model)
     if not reader.works(small.model):

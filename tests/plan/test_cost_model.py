@@ -13,6 +13,7 @@ from windfall.plan.model.cost_model import Efficiency, ZonePull
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run.recipe import recipe_workload
 from windfall.recipe.file import parse_recipe
+from windfall.trainer.ranks.state_layout import MOMENT_BYTES, StateLayout
 
 WORK = Workload(shape=MODELS["Qwen3-8B"])
 FITTED = Efficiency()
@@ -169,3 +170,13 @@ def test_unknown_names_suggest_known_ones() -> None:
         model("gpt-9")
     with pytest.raises(WindfallError, match="no on-demand price"):
         devices.find("A100-40GB").price(spot=False)
+
+
+def test_updates_of_8b_take_what_was_measured_on_an_h200() -> None:
+    """Seconds of docs/ranks.md, which include the wait for the device."""
+    shape, h200 = MODELS["Qwen3-8B"], devices.find("H200")
+    layout = StateLayout(trained=shape.parameters)
+    away = replace(layout, host_share=43.3e9 / layout.movable)
+    eight = replace(layout, moment_bytes=MOMENT_BYTES["adamw_8bit"])
+    for found, measured_s in ((away, 1.01), (eight, 1.58)):
+        assert cost_model.state_s(found, h200, FITTED) == pytest.approx(measured_s, rel=0.1)

@@ -30,7 +30,7 @@ from windfall.step_time import StepTime
 from windfall.trainer.model import activation_memory
 from windfall.trainer.ranks import state_layout
 from windfall.trainer.ranks.rank_budget import ModelShape, RankBudget, rank_budget
-from windfall.trainer.ranks.state_layout import STATE_BYTES
+from windfall.trainer.ranks.state_layout import StateLayout
 
 ENGINE_MEMORY = 0.88
 """Share of a GPU's memory that an engine uses for weights and KV cache."""
@@ -44,8 +44,9 @@ LINK_SHARE = 0.8
 LOOPBACK = 16e9
 """Bytes per second at which all engines on the trainer's machine pull together: 4 to 16 readers on 16 cores beside an
 H200 (docs/weights.md)."""
-HOST_BYTES_PER_S = 50e9
-"""Bytes per second between a GPU and the memory of its host, in each direction at the same time. Assumed."""
+HOST_BYTES_PER_S = 48e9
+"""Bytes per second between a GPU and the memory of its host, in each direction at the same time. Measured on an H200
+(docs/ranks.md)."""
 RECOMPUTE = 4 / 3
 """Work of a training step, relative to one without recomputation, if every layer is computed twice."""
 
@@ -90,6 +91,11 @@ def elementwise_s(shape: ModelShape, gpu: Gpu, e: Efficiency) -> float:
 def optimizer_s(state_bytes: float, bandwidth: float, e: Efficiency) -> float:
     """Seconds of Adam: its state is read and written once."""
     return 2 * state_bytes / (bandwidth * e.weights)
+
+
+def state_s(layout: StateLayout, gpu: Gpu, e: Efficiency) -> float:
+    """Seconds of an update: on the GPU, and for what it copies from and to host memory."""
+    return optimizer_s(layout.update_bytes, gpu.bandwidth, e) + layout.host_bytes / HOST_BYTES_PER_S
 
 
 class DoesNotFit(Exception):
@@ -257,8 +263,7 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     link = (gpu.link if gpus <= per_machine else min(gpu.link, network)) * LINK_SHARE
     packs = math.ceil(tokens * context / gpus / pack)
     send_s = packs * rank.sent_per_pack / link if gpus > 1 else 0.0
-    update_s = optimizer_s(STATE_BYTES * layout.trained_here, gpu.bandwidth, e) + layout.host_bytes / HOST_BYTES_PER_S
-    update_s += e.publish_s + work.update_bytes / gpus / e.publish_bytes_per_s
+    update_s = state_s(layout, gpu, e) + e.publish_s + work.update_bytes / gpus / e.publish_bytes_per_s
     if gpu.trainer is not None:  # measured times are as they are
         compute_s, send_s, update_s = gpu.trainer.train_s * work.tokens, 0.0, gpu.trainer.update_s
         e = replace(e, slower=1.0)

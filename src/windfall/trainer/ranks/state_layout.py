@@ -29,6 +29,8 @@ from windfall.errors import WindfallError
 
 STATE_BYTES = 16
 """What an update reads of a parameter: gradient, master and two moments."""
+EIGHT_BIT_BYTES = 460
+"""The same with moments in 8 bits, by the measured time: it is a chain of operations, and each reads all numbers."""
 GRADIENT_BYTES = MASTER_BYTES = 4
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}
 """Of both moments together, by train.optimizer: in 8 bits, 256 numbers share a float32 scale. Vectors have float32
@@ -98,6 +100,11 @@ class StateLayout:
     def moved_bytes(self) -> float:
         """By an update, in both directions together."""
         return 2 * self.host_bytes
+
+    @property
+    def update_bytes(self) -> float:
+        """What an update reads on the GPU, and writes again."""
+        return self.trained_here * (EIGHT_BIT_BYTES if self.moment_bytes < MOMENT_BYTES["adamw"] else STATE_BYTES)
 
     @property
     def training_bytes(self) -> float:

@@ -22,6 +22,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -121,20 +122,23 @@ def show(
     state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
     shown = f"{share:>12.1%}" if share else f"{'-':>12}"
     paper = (
-        f"{paper_bytes(name, len(found), device) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+        f"{paper_bytes(name, len(found), device, sharded=variant == 'fsdp2') / 1e6:>10,.2f}"
+        if variant in ("unsharded", "fsdp2")
+        else f"{'-':>10}"
     )
     figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.2f}{paper}{peak:>10,.0f}"
     print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
 
 
-def paper_bytes(name: str, ranks: int, device: str = "cpu") -> float:
+def paper_bytes(name: str, ranks: int, device: str = "cpu", *, sharded: bool = False) -> float:
     s = SHAPES[name]
     shape = ModelShape(
         hidden=s["hidden_size"], intermediate=s["intermediate_size"], layers=s["num_hidden_layers"],
         heads=s["num_attention_heads"], kv_heads=s["num_key_value_heads"], head=s["head_dim"],
         vocabulary=s["vocab_size"], tied=s["tie_word_embeddings"],
     )  # fmt: skip
-    return rank_budget(shape, ranks, pack_tokens=1, value_bytes=2 if device == "cuda" else 4).layout.gpu_bytes
+    layout = rank_budget(shape, ranks, pack_tokens=1, value_bytes=2 if device == "cuda" else 4).layout
+    return replace(layout, sharded=sharded or ranks > 1).gpu_bytes
 
 
 def in_processes(size: int, *args: Any) -> list[Any]:

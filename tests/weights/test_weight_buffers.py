@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from windfall.errors import WindfallError
 from windfall.weights import buffers
@@ -82,3 +83,36 @@ def test_processes_of_this_machine_have_one_name() -> None:
     assert os.read(read, 1000).decode() == buffers.machine()
     os.close(read)
     os.close(write)
+
+
+class LockedPages:
+    """Stands in for the CUDA runtime: the addresses that are locked now."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.addresses.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.addresses.remove(address)
+        return 0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_pages_are_unlocked_before_their_addresses_can_be_mapped_again(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    pages = LockedPages()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
+    buffer = Buffer(1 << 20)
+    for _ in range(2):  # only the first call has an effect
+        buffer.lock([(0, 10), (1 << 19, 1 << 20)])
+    assert len(pages.addresses) == 2
+    if closed:
+        buffer.close()
+    else:
+        del buffer
+        gc.collect()
+    assert not pages.addresses

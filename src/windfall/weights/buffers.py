@@ -15,6 +15,7 @@ import os
 import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,7 @@ class Buffer:
         self.data: np.ndarray = np.frombuffer(self.mapped, np.uint8)[:nbytes]
         self.open = True
         self._lock = threading.Lock()
-        self._locked: list[int] | None = None  # addresses of locked ranges
+        self._unlock: weakref.finalize[..., Buffer] | None = None  # after the first call of `lock`
 
     @property
     def view(self) -> memoryview:
@@ -120,17 +121,20 @@ class Buffer:
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Lock the pages of these ranges, which are in order, for copies from and to a GPU. Only the first call has an
-        effect."""
-        if self._locked is None:
+        effect. They are locked until the buffer is closed or collected: if its addresses were mapped again, the GPU
+        would still write to the old pages."""
+        if self._unlock is None:
             import torch
 
             runtime: Any = torch.cuda.cudart()
             base = self.data.ctypes.data
-            self._locked = [
+            locked = [
                 base + start
                 for start, stop in page_ranges(ranges, self.nbytes)
                 if int(runtime.cudaHostRegister(base + start, stop - start, 1)) == 0
             ]
+            self._unlock = weakref.finalize(self, lambda: [runtime.cudaHostUnregister(each) for each in locked])
+            self._unlock.atexit = False  # the process then ends with all of its memory
 
     def dup(self) -> int | None:
         """A new descriptor, or None if the buffer is closed. `fd` itself could soon belong to another file."""
@@ -143,16 +147,8 @@ class Buffer:
             if self.open:
                 self.open = False
                 os.close(self.fd)
-                self._unlock()
-
-    def _unlock(self) -> None:
-        if self._locked:
-            import torch
-
-            runtime: Any = torch.cuda.cudart()
-            for address in self._locked:
-                runtime.cudaHostUnregister(address)
-            self._locked = []
+                if self._unlock is not None:
+                    self._unlock()
 
 
 def page_ranges(ranges: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

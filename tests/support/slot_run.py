@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ from windfall.weights.pull import Puller
 from windfall.weights.serve import serve
 
 WAIT_S = 60.0
+Build = Callable[[Any, str], tuple[Any, int]]
+"""Makes an engine, and says how many responses it decodes at once."""
 
 
 @dataclass
@@ -119,7 +121,9 @@ class _Dialer:
 
 
 @contextlib.asynccontextmanager
-async def slot_run(folder: Path, text: str, *, device: str = "cpu", dtype: str = "float32") -> AsyncIterator[SlotRun]:
+async def slot_run(
+    folder: Path, text: str, *, device: str = "cpu", dtype: str = "float32", build: Build = build_engine
+) -> AsyncIterator[SlotRun]:
     """`text`: the recipe. All trainers are connected, and workers are offered the frozen policy."""
     (folder / "recipe.toml").write_text(text)
     recipe = load_recipe(folder / "recipe.toml")
@@ -149,7 +153,7 @@ async def slot_run(folder: Path, text: str, *, device: str = "cpu", dtype: str =
                 await policy.connected()
             tasks.append(asyncio.create_task(run.policy(base).run()))
             spec = run.policy(base).hello.engine
-            engine, size = await asyncio.to_thread(build_engine, spec, device)
+            engine, size = await asyncio.to_thread(build, spec, device)
             first = Puller(key=key)
             pullers = {name: first.beside() for name in recipe.answering()}
             pull = lambda load, stop: pullers[load.policy].pull(load, stop=stop)  # noqa: E731

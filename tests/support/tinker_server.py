@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.support.slot_run import SlotRun, slot_run
+from tests.support.slot_run import Build, SlotRun, slot_run
 from windfall import run_folder as folders
 from windfall.algorithms.given import Loss
 from windfall.controller.assembly import ControllerLife
+from windfall.engine.factory import build_engine
 from windfall.models import tokenizer
 from windfall.models.load import TINY
 from windfall.models.text import Text
@@ -81,8 +82,9 @@ class Server:
 
     key = ALICE.key
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipe: str = RECIPE, build: Build = build_engine) -> None:
         self.folder, self.accounts = folder, folder / "accounts.toml"
+        self._recipe, self._build = recipe, build
         self.url = ""
         self.submitted: list[c.Call] = []
         """The calls that clients have made, also those that were made again."""
@@ -123,7 +125,7 @@ class Server:
         for file in TINY.glob("tokenizer*"):
             shutil.copy(file, files)
         self.accounts.write_text(ACCOUNTS)
-        async with slot_run(self.folder, RECIPE.format(accounts=self.accounts)) as self.run:
+        async with slot_run(self.folder, self._recipe.format(accounts=self.accounts), build=self._build) as self.run:
             await self.start()
             self._ready.set()
             await self._over.wait()
@@ -132,8 +134,9 @@ class Server:
 
     @classmethod
     @contextlib.contextmanager
-    def serving(cls, folder: Path) -> Iterator[Server]:
-        found = cls(folder)
+    def serving(cls, folder: Path, recipe: str = RECIPE, build: Build = build_engine) -> Iterator[Server]:
+        """`build`: the engine of the worker."""
+        found = cls(folder, recipe, build)
         thread = threading.Thread(target=found._run, name="windfall tinker")
         thread.start()
         assert found._ready.wait(WAIT_S), f"the server does not listen after {WAIT_S:g} s"

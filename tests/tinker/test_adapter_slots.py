@@ -132,10 +132,7 @@ def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
         async def refuse(trainer: Any) -> None:
             raise WindfallError("damaged")
 
-        async with slots.hold(b):
-            pass
-        b.leave = refuse
-        async with slots.hold(a):  # what b has not saved is repeated when it enters again
+        async with slots.hold(a):
             pass
         b.enter = refuse
         with pytest.raises(WindfallError, match="damaged"):
@@ -144,4 +141,38 @@ def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
         async with slots.hold(a):
             return said
 
-    assert asyncio.run(run()) == ["b enters", "a enters", "a leaves", "a enters"]
+    assert asyncio.run(run()) == ["a enters", "a leaves", "a enters"]
+
+
+def test_a_new_trainer_is_known_although_the_call_that_noticed_it_was_canceled() -> None:
+    async def run() -> list[str]:
+        of, said, loads = trainers(["t0", "s0"]), list[str](), list[str]()
+        gate = asyncio.Event()
+        gate.set()
+
+        async def load(slot: str, folder: Path) -> None:
+            loads.append(f"{folder} in {slot}")
+            await gate.wait()
+
+        sample, train, a = SampleSlots(of, ["s0"], load), TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said)
+        await of.ready()
+        async with train.hold(a):
+            pass
+        async with sample.hold("w", lambda: Path("w")):
+            links: Any = of.trainers
+            for link in links.values():
+                link.hello = None
+            gate.clear()
+            noticed = asyncio.create_task(of.ready())
+            while len(loads) < 2:
+                await asyncio.sleep(0)
+            noticed.cancel()
+            await asyncio.wait([noticed])
+            assert not of.current
+            gate.set()
+            await of.ready()
+            assert loads == ["w in s0"] * 3
+        async with train.hold(a):
+            return said
+
+    assert asyncio.run(run()) == ["a enters", "a enters"]

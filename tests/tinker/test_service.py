@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.tinker_server import ALICE, BOB, Client, Server, contents
+from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
 from windfall.tinker.calls import Refusal
@@ -226,6 +227,28 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
                 await service.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server._serving.done()
+
+    server.play(script)
+
+
+@pytest.mark.parametrize("kind", ["named", "periodic"])
+def test_weights_that_cannot_be_written_end_the_server_and_no_call_is_lost(server: Server, kind: str) -> None:
+    async def script(server: Server) -> None:
+        client = await Client.open(server)
+        folder = server.service.models.all[client.model].folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.touch()  # nothing can be written into it
+        if kind == "named":
+            last = await client.entry(client.next(c.SaveWeights, name="kept"))
+        else:
+            assert isinstance(await client.result(client.update()), c.Stepped)
+            last = await client.entry(client.update())  # a checkpoint is due
+        with pytest.raises(WindfallError, match=r"cannot be saved:(?s:.*)windfall resume"):
+            await asyncio.wait_for(server._serving, 60)
+        folder.unlink()
+        await server.restart()
+        assert isinstance(await server.outcome(last.id), c.WeightsSaved if kind == "named" else c.Stepped)
+        assert isinstance(await client.result(client.update()), c.Stepped)
 
     server.play(script)
 

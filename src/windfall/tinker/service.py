@@ -94,8 +94,9 @@ class TinkerService:
 
     async def stop(self) -> None:
         """Perform no more calls, and save all models. Calls without a result are performed after the next start."""
+        failed = self.shared.tasks.failed.done() or self.shared.store.failed.done()
         await self.shared.tasks.stop()
-        if not self.shared.store.failed.done():
+        if not failed:
             # The calls since their last checkpoints are repeated after the next start.
             with contextlib.suppress(TrainerLost, WindfallError):
                 await self._train.save()

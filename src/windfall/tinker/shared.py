@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker.accounts.fairness import TrainerTurns
 from windfall.tinker.accounts.keys import Keys
@@ -64,6 +65,15 @@ class Tasks:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
+
+    def end(self, error: WindfallError) -> NoReturn:
+        """End the server, and the task that calls this: what it was about to do is done after the next start. Raises
+        the error instead if the server is being stopped."""
+        if self.failed.cancelled():
+            raise error
+        if not self.failed.done():
+            self.failed.set_exception(error)
+        raise asyncio.CancelledError
 
     async def stop(self) -> None:
         for task in list(self._tasks):

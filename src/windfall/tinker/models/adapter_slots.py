@@ -53,12 +53,13 @@ class Trainers:
             while not self.current:
                 self._known = {}
                 try:
-                    self._known = dict(await self._connect())
+                    connected = dict(await self._connect())
                     for emptied in self.emptied:
                         await emptied()
                 except TrainerLost as e:
-                    self._known = {}
                     self._log(str(e))
+                else:
+                    self._known = connected  # last: who is canceled before leaves it to the next one
 
     async def lost(self, error: TrainerLost) -> None:
         """A verb raised this: wait for the next trainer."""
@@ -115,12 +116,13 @@ class SharedSlots(Slots):
 class TrainSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str], turns: TrainerTurns) -> None:
         self._trainers, self._slots, self._turns = trainers, SharedSlots(names), turns
-        self._loaded: dict[str, SlotUser] = {}
-        """The model whose adapter the trainer has in each slot."""
-        trainers.emptied.append(self._emptied)
+        self._loaded: dict[str, tuple[SlotUser, object]] = {}
+        """The model whose adapter was loaded into each slot, and what the trainer that did so had said first."""
 
-    async def _emptied(self) -> None:
-        self._loaded.clear()
+    def _holder(self, slot: str) -> SlotUser | None:
+        """The model whose adapter the trainer has in a slot: a new trainer has none."""
+        user, hello = self._loaded.get(slot, (None, None))
+        return user if self._trainers.trainers[slot].hello is hello else None
 
     @property
     def full(self) -> bool:
@@ -129,7 +131,7 @@ class TrainSlots:
 
     def slot_of(self, user: SlotUser) -> str:
         """The slot that holds its adapter; "" if none does."""
-        return next((name for name, holder in self._loaded.items() if holder is user), "")
+        return next((slot.name for slot in self._slots if self._holder(slot.name) is user), "")
 
     @contextlib.asynccontextmanager
     async def hold(self, user: SlotUser) -> AsyncIterator[RemoteTrainer]:
@@ -137,15 +139,14 @@ class TrainSlots:
         async with self._slots.using(user.id) as slot:
             try:
                 trainer = self._trainers.trainers[slot.name]
-                if self._loaded.get(slot.name) is not user:
-                    before = self._loaded.get(slot.name)
+                if (before := self._holder(slot.name)) is not user:
                     if before is not None:
-                        # What cannot be saved is repeated when it enters again.
-                        with contextlib.suppress(WindfallError), self._turns.paid_by(before.account):
+                        with self._turns.paid_by(before.account):
                             await before.leave(trainer)
                         self._loaded.pop(slot.name, None)
+                    hello = trainer.hello
                     await user.enter(trainer)
-                    self._loaded[slot.name] = user
+                    self._loaded[slot.name] = user, hello
                 yield trainer
             except BaseException:  # raised again: a verb that was begun may still be performed
                 self._loaded.pop(slot.name, None)
@@ -164,7 +165,7 @@ class TrainSlots:
 
     async def save(self) -> None:
         """Save what is in the slots. Raises TrainerLost."""
-        for user in list(self._loaded.values()):
+        for user, _ in list(self._loaded.values()):
             async with self.hold(user) as trainer:
                 await user.leave(trainer)
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -286,7 +286,7 @@ class ClientModels:
             await self._perform_until_done(model, entry)
             if not model.unloaded and model.is_due(self._save_updates):
                 try:
-                    with contextlib.suppress(WindfallError):  # the slot is empty now, and the calls are repeated
+                    with contextlib.suppress(WindfallError):  # it could not be loaded: the next call says so
                         await self._in_slot(model, lambda trainer, _: model.save_state(trainer))
                 except TrainerLost as e:
                     await self._shared.trainers.lost(e)
@@ -396,6 +396,11 @@ class ClientModels:
 
     async def saved(self, model: TrainedModel) -> None:
         await self._shared.store.write(_row(model), _forget_bodies(model.id, model.saved_seq))
+
+    def unsaved(self, model: TrainedModel, error: WindfallError) -> NoReturn:
+        fix = "Free disk space, then `windfall resume`: no call that was accepted is lost."
+        what = f"model {model.id} cannot be saved: {error.what}"
+        self._shared.tasks.end(WindfallError(what, where=error.where, fix=fix))
 
 
 def _row(m: TrainedModel) -> Statement:

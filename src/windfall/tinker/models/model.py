@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
 from windfall.controller.remote_trainer import RemoteTrainer
+from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker.disk.call_log import Entry
 from windfall.training import AdapterSpec, Gradient, Report
@@ -39,6 +40,10 @@ class ModelRecords(Protocol):
 
     async def saved(self, model: TrainedModel) -> None:
         """`saved_seq` and `checkpoint` have changed; write that down, and that the calls before need not be kept."""
+        ...
+
+    def unsaved(self, model: TrainedModel, error: WindfallError) -> NoReturn:
+        """Its weights cannot be written."""
         ...
 
 
@@ -140,7 +145,10 @@ class TrainedModel:
         optimizer."""
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         begun()
-        await trainer.save_adapter(str(folder), optimizer=optimizer, id=f"{self.id}/{folder.name}")
+        try:
+            await trainer.save_adapter(str(folder), optimizer=optimizer, id=f"{self.id}/{folder.name}")
+        except WindfallError as e:
+            self.records.unsaved(self, e)
 
     async def _change(self, trainer: RemoteTrainer, call: Changing) -> Gradient | Report | None:
         began = time.monotonic()

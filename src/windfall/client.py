@@ -10,14 +10,20 @@
 Every verb has an id, which the loop chooses. A verb that is called again with its id is not performed again.
 
 If the server does not answer, requests are repeated for `patience_s`: a server that was killed continues with the calls
-that it has accepted. examples/rl_loop.py uses this client with `--on URL`.
+that it has accepted. A call may be performed all the same if it got no answer, because its task was canceled or
+`patience_s` was over. examples/rl_loop.py uses this client with `--on URL`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import itertools
+import json
+import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,14 +36,22 @@ from windfall.algorithms.given import Loss
 from windfall.errors import WindfallError
 from windfall.recipe.lora import DEFAULT_RANK
 from windfall.tinker import calls as c
-from windfall.training import Adam, CheckpointState, Gradient, NewVersion, Report, Sample
+from windfall.training import NOT_FINITE, NOTHING, Adam, CheckpointState, Gradient, NewVersion, Report, Sample
 from windfall.types import Response, Sampling
 
 HEARTBEAT_S = 10.0
 REQUEST_S = 60.0
 """Timeout of one request. The server answers a request for an outcome after 30 s, whatever came of it."""
-AGAIN = (408, 429, 502, 503, 504)
-"""Status codes after which a request is made again."""
+CLOSE_S = 10.0
+"""Seconds for which the server may take to end the session."""
+AGAIN = (408, 409, 429, *range(500, 600))
+"""Status codes after which a request is made again, as the SDK does. A server whose disk is full answers 500."""
+PART_BYTES = 16 << 20
+"""A larger batch is sent in several calls. The server accepts 64 MiB, and all of a call must arrive within 60 s."""
+
+
+class ServerRefused(WindfallError):
+    """The server has refused a request, and has not accepted its call."""
 
 
 class Client:
@@ -47,7 +61,7 @@ class Client:
         """`key`: that of the account. `patience_s`: for how long a server may not answer."""
         self._url, self._key, self._patience_s = url.rstrip("/"), key, patience_s
         self._http: aiohttp.ClientSession | None = None
-        self._beating: asyncio.Task[None] | None = None
+        self._over = threading.Event()
         self.session = ""
         self._models = self._samplers = 0
         """How many were created in this session."""
@@ -65,17 +79,19 @@ class Client:
             await self._http.close()
             raise
         self.session = answer["session_id"]
-        self._beating = asyncio.create_task(self._heartbeat(), name="heartbeat of a client")
+        threading.Thread(target=self._heartbeat, name="heartbeat of a client", daemon=True).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End the session: its models leave the server. Weights that were saved with a name stay."""
         assert self._http is not None, "the client was not entered"
-        if self._beating is not None:
-            self._beating.cancel()
-        with contextlib.suppress(WindfallError):
-            await self.request("POST", f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
-        await self._http.close()
+        self._over.set()
+        try:
+            with contextlib.suppress(WindfallError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.request("POST", f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
+        finally:
+            await self._http.close()
 
     async def create(
         self, *, rank: int | None = None, seed: int = 0, attn: bool = True, mlp: bool = True, unembed: bool = False,
@@ -115,7 +131,7 @@ class Client:
         return await self.result(await self.accept(call))
 
     async def accept(self, call: c.Call) -> str:
-        """Make a call. Returns its id. Raises WindfallError if it is refused."""
+        """Make a call. Returns its id. Raises ServerRefused if it is refused."""
         return (await self.request("POST", "windfall/call", c.encode(call)))["request"]
 
     async def result(self, call: str) -> c.Result:
@@ -152,7 +168,7 @@ class Client:
             if answer.status in AGAIN:
                 raise aiohttp.ClientError(f"{answer.status} {(await answer.text())[:200]}")
             if answer.status >= 400:
-                raise WindfallError(await _why(answer), where=f"{self._url}, {path}")
+                raise ServerRefused(await _why(answer), where=f"{self._url}, {path}")
             if answer.status == 204:
                 return None
             if answer.content_type != "application/msgpack":
@@ -160,11 +176,15 @@ class Client:
             data = await answer.read()
             return c.decode_failed(data) if "windfall-failed" in answer.headers else c.decode_result(data)
 
-    async def _heartbeat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            with contextlib.suppress(WindfallError):  # the next call says that the session has ended
-                await self.request("POST", "session_heartbeat", {"session_id": self.session})
+    def _heartbeat(self) -> None:
+        """Runs in a thread of its own: a loop that computes rewards without awaiting anything keeps its session."""
+        headers = {"X-API-Key": self._key, "Content-Type": "application/json"}
+        body = json.dumps({"session_id": self.session}).encode()
+        beat = urllib.request.Request(f"{self._url}/api/v1/session_heartbeat", body, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # aiohttp uses no proxy, either
+        while not self._over.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the next call says what is wrong
+                opener.open(beat, timeout=REQUEST_S).close()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,7 +197,12 @@ class RemotePolicy:
     """What `sample` samples from: the weights of the last `publish`."""
     version: int = 0
     _seqs: dict[str, int] = field(default_factory=dict)
-    """The numbers of calls of the model, by id."""
+    """The numbers of calls that the server has accepted, by id."""
+    _unanswered: tuple[str, c.ModelCall] | None = None
+    """The id and the call that were sent last, if the server has neither accepted nor refused it."""
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _published: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The samplers' numbers and the versions of calls of `publish`, by id."""
     _samples: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """The samplers, numbers and versions of calls of `sample`, by id."""
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -200,24 +225,22 @@ class RemotePolicy:
 
     async def forward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> list[Sample]:
         """The samples with the log-probs of the present weights as `old`."""
-        result = await self._call(c.ForwardCall, id, samples=tuple(samples), loss=_given(loss))
-        assert isinstance(result, c.ForwardResult)
-        return [replace(sample, old=old) for sample, old in zip(samples, result.logprobs, strict=True)]
+        _, logprobs = await self._compute(c.ForwardCall, samples, loss, id)
+        return [replace(sample, old=old) for sample, old in zip(samples, logprobs, strict=True)]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Loss | None = None, *, id: str) -> Gradient:
         """Add the gradient of these samples."""
-        result = await self._call(c.ForwardBackwardCall, id, samples=tuple(samples), loss=_given(loss))
-        assert isinstance(result, c.ForwardResult)
-        return Gradient(s=0.0, loss=result.metrics["loss:sum"], logprobs=result.logprobs)
+        total, logprobs = await self._compute(c.ForwardBackwardCall, samples, loss, id)
+        return Gradient(s=0.0, loss=total, logprobs=logprobs)
 
     async def optim_step(self, state: CheckpointState | None = None, adam: Adam | None = None, *, id: str) -> Report:
         """Change the weights. `adam` is needed, because a server has no learning rate; `state` has no effect."""
         if adam is None:
             raise WindfallError("no settings of the optimizer", where="optim_step", fix="Pass adam=Adam(lr=...).")
-        result = await self._call(c.OptimStepCall, id, adam=adam)
-        assert isinstance(result, c.Stepped)
-        number = result.metrics.get
-        return Report(tokens=int(number("tokens", 0)), responses=0, grad_norm=number("grad_norm", 0), lr=adam.lr)
+        (result,) = await self._call(c.OptimStepCall, id, {"adam": adam})
+        number, norm = result.metrics.get, result.metrics.get("grad_norm", 0.0)
+        skipped = "" if not number("skipped") else NOT_FINITE if norm else NOTHING
+        return Report(tokens=int(number("tokens", 0)), responses=0, grad_norm=norm, lr=adam.lr, skipped=skipped)
 
     async def publish(self, *, id: str) -> NewVersion:
         """Sample with the present weights from now on."""
@@ -225,37 +248,63 @@ class RemotePolicy:
             return await self._publish(id)
 
     async def _publish(self, id: str) -> NewVersion:
-        seq = self.client.next_sampler()
-        result = await self._call(c.SaveForSampler, id, sampler_seq=seq)
-        assert isinstance(result, c.WeightsSaved)
-        self.sampler, self.version = result.sampler, self.version + 1
-        return NewVersion(version=self.version, digest=result.path)
+        new = self.client.next_sampler(), len(self._published) + 1
+        number, version = self._published.setdefault(id, new)
+        (result,) = await self._call(c.SaveForSampler, id, {"sampler_seq": number})
+        if version > self.version:
+            self.sampler, self.version = result.sampler, version
+        return NewVersion(version=version, digest=result.path)
 
     async def save(self, *, id: str) -> str:
         """Save the weights and the optimizer, with the id as their name. Returns their path, for `load` and
         `Client.create`."""
         name = "".join(char if char.isalnum() or char in "._-" else "-" for char in id)
-        result = await self._call(c.SaveWeights, id, name=name)
-        assert isinstance(result, c.WeightsSaved)
+        (result,) = await self._call(c.SaveWeights, id, {"name": name})
         return result.path
 
     async def load(self, path: str, *, id: str) -> NewVersion:
         """Continue from saved weights with their optimizer, and publish them."""
-        await self._call(c.LoadWeights, id, path=path, optimizer=True)
+        await self._call(c.LoadWeights, id, {"path": path, "optimizer": True})
         return await self.publish(id=f"{id}/publish")
 
     async def connected(self, timeout_s: float) -> None:
         """The server waits for its trainer by itself."""
 
-    async def _call(self, kind: type[Any], id: str, **fields: Any) -> c.Result:
-        seq = self._seqs.setdefault(id, len(self._seqs) + 1)
+    async def _compute(
+        self, kind: type[c.LossCall], samples: Sequence[Sample], loss: Loss | None, id: str
+    ) -> tuple[float, tuple[Any, ...]]:
+        """The loss of these samples, and the log-probs of each one."""
+        given = _given(loss)
+        found = await self._call(kind, id, *({"samples": part, "loss": given} for part in _parts(samples)))
+        logprobs = tuple(itertools.chain.from_iterable(part.logprobs for part in found))
+        return sum(part.metrics["loss:sum"] for part in found), logprobs
+
+    async def _call(self, kind: type[Any], id: str, *parts: dict[str, Any]) -> list[Any]:
+        """Make a call in one or more parts, which have these fields, and wait for their results. No other call of the
+        model comes between the parts."""
+        async with self._sending:
+            ids = [f"{id}/part {n}" if n else id for n in range(len(parts))]
+            accepted = [await self._accept(kind, each, part) for each, part in zip(ids, parts, strict=True)]
+        return [await self.client.result(each) for each in accepted]
+
+    async def _accept(self, kind: type[Any], id: str, fields: dict[str, Any]) -> str:
+        """Send a call. The server performs calls by their numbers, without a gap. So a new one gets the number after
+        those that were accepted, and what may have been accepted is sent again before it."""
+        if self._unanswered is not None:
+            with contextlib.suppress(ServerRefused):
+                await self._send(*self._unanswered)
+        seq = self._seqs.get(id, len(self._seqs) + 1)
+        return await self._send(id, kind(model=self.model, seq=seq, **fields))
+
+    async def _send(self, id: str, call: c.ModelCall) -> str:
+        self._unanswered = id, call
         try:
-            accepted = await self.client.accept(kind(model=self.model, seq=seq, **fields))
-        except WindfallError:
-            if seq == len(self._seqs):  # it was refused: the server waits for this number
-                del self._seqs[id]
+            accepted = await self.client.accept(call)
+        except ServerRefused:
+            self._unanswered = None
             raise
-        return await self.client.result(accepted)
+        self._unanswered, self._seqs[id] = None, call.seq
+        return accepted
 
 
 def _response(id: str, prompt: tuple[int, ...], found: c.SampledSequence, version: int) -> Response:
@@ -264,6 +313,19 @@ def _response(id: str, prompt: tuple[int, ...], found: c.SampledSequence, versio
         id=id, prompt=prompt, tokens=found.tokens, logprobs=found.logprobs, sampled=(True,) * count,
         versions=(version,) * count, finish="stop" if found.stopped else "length",
     )  # fmt: skip
+
+
+def _parts(samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
+    """The samples of each call: PART_BYTES of them at most, or a single one."""
+    parts, total = [list[Sample]()], 0
+    for sample in samples:
+        size = len(c.encode(sample))
+        if parts[-1] and total + size > PART_BYTES:
+            parts.append([])
+            total = 0
+        parts[-1].append(sample)
+        total += size
+    return [tuple(part) for part in parts]
 
 
 def _given(loss: Loss | None) -> Loss:

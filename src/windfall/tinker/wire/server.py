@@ -5,7 +5,7 @@
         ──retrieve_future, again and again──▶ waits up to WAIT_S ◀──outcome─┘
 
 Every request needs the key of an account (X-API-Key, or Authorization: Bearer), except for /healthz. An error is
-{"detail": words}. The SDK shows it to its user, except for 408, 409, 429 and 5xx, after which it sends the request
+{"detail": words}. The SDK shows it to its user, except for 402, 408, 409, 429 and 5xx, after which it sends the request
 again: so these are only for what may be different later. What a model's call does wrong is not an error of its request
 (calls.RefusedCall).
 """

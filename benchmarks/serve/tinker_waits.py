@@ -26,18 +26,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` and `tests` are found
 
 from benchmarks.serve import tinker_clients
-from benchmarks.support.sleeping_engine import SleepingEngine
 from tests.support import tinker_server  # pyright: ignore[reportMissingImports]
-from windfall.sim.core.draws import MeasuredLengths
+from windfall.engine.base import Engine
 from windfall.step_time import StepTime
 from windfall.trainer.slots.slot import Slot
 from windfall.training import Report
-from windfall.types import Capabilities, Chunk
+from windfall.types import Capabilities, Chunk, Request
 
 TRAIN_S, UPDATE_S, SAVE_S, LOAD_S, SWAP_S = 9.3e-6, 0.01, 0.05, 0.07, 0.02
 """Seconds of the trainer for a token, an update, a save and a load; of the engine for a swap."""
 STEP = StepTime(fixed_s=0.002, each_s=8e-6, prefill_s=5e-6)
-MODELS, SAMPLERS = 8, 16
+BURST, MODELS, SAMPLERS = 8, 8, 16
 RECIPE = """
 [run]
 name = "tinker"
@@ -60,25 +59,45 @@ lora = {{{{ rank = 16 }}}}
 """
 
 
-class PoliciesEngine(SleepingEngine):
-    """Several policies of one base."""
+class BurstEngine(Engine):
+    """Sleeps for a burst of steps, as the engine of a GPU makes them, for several policies of one base."""
 
     capabilities = Capabilities(name="sleeping", adapters=SAMPLERS + 1)
     limit, kv_tokens = 4096, 1 << 20
 
     def __init__(self, slower: float) -> None:
-        super().__init__(
-            STEP, MeasuredLengths(lengths=(4096,)), vocabulary=90, sleep=lambda s: time.sleep(slower * s)
-        )  # fmt: skip
         self.versions: dict[str, int] = {}
+        self._rows: dict[str, tuple[Request, int]] = {}
+        self._slower, self._prefill = slower, 0
 
-    def _next(self, id: str, row: Any) -> Chunk:
-        self.version = self.versions[row.request.policy]
-        return super()._next(id, row)
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, request: Request) -> None:
+        self._rows[request.id] = request, 0
+        self._prefill += len(request.prompt)
+
+    def cancel(self, id: str) -> None:
+        self._rows.pop(id, None)
+
+    def step(self) -> list[Chunk]:
+        time.sleep(self._slower * (BURST * STEP.step_s(len(self._rows)) + STEP.prefill_s * self._prefill))
+        self._prefill, out = 0, list[Chunk]()
+        for id, (request, before) in list(self._rows.items()):
+            count = min(BURST, request.max_tokens - before)
+            self._rows[id] = request, before + count
+            ended = before + count == request.max_tokens
+            if ended:
+                del self._rows[id]
+            out.append(Chunk(
+                id=id, position=request.position + before, tokens=(5,) * count, logprobs=(-1.0,) * count,
+                version=self.versions[request.policy], finish="length" if ended else None,
+            ))  # fmt: skip
+        return out
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None, *, policy: str = "") -> None:
-        self._sleep(SWAP_S)
-        self.versions = {**self.versions, policy: version}
+        time.sleep(self._slower * SWAP_S)
+        self.versions[policy] = version
 
 
 def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -116,7 +135,7 @@ def main() -> None:
     slots += "".join(SLOT.format(name=f"s{n}", kind="sample") for n in range(SAMPLERS))
     recipe = RECIPE.replace("SLOTS", slots).replace("TOKENS", str(tinker_clients.PROMPT + args.tokens))
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        engine = PoliciesEngine(args.slower)
+        engine = BurstEngine(args.slower)
         with tinker_server.Server.serving(Path(folder), recipe, build=lambda spec, device: (engine, 1024)) as server:
             alone = 0.0
             for count in map(int, args.clients.split(",")):

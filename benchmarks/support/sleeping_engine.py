@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from windfall.engine.base import Engine
-from windfall.sim.core.draws import LogNormalLengths, MeasuredLengths
+from windfall.sim.core.draws import LogNormalLengths
 from windfall.step_time import StepTime
 from windfall.types import Chunk, Finish, Request
 
@@ -34,7 +34,7 @@ class _Row:
 
 class SleepingEngine(Engine):
     def __init__(
-        self, service: StepTime, lengths: LogNormalLengths | MeasuredLengths, *, vocabulary: int,
+        self, service: StepTime, lengths: LogNormalLengths, *, vocabulary: int,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:  # fmt: skip
         self.version = 0

@@ -105,6 +105,40 @@ def test_a_new_trainer_has_empty_slots() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("names", [["s0"], ["s0", "s1"]])
+def test_streams_of_calls_for_loaded_weights_keep_no_others_out(names: list[str]) -> None:
+    async def run() -> list[str]:
+        of, order = trainers(names), list[str]()
+
+        async def load(slot: str, folder: Path) -> None: ...
+
+        sample = SampleSlots(of, names, load)
+        await of.ready()
+
+        async def call(key: str) -> None:
+            async with sample.hold(key, lambda: Path(key)):
+                order.append(key)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        async def stream(key: str, delay: int) -> None:
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await call(key)
+
+        # Two streams of each keep its slot in use without a gap.
+        streams = [asyncio.create_task(stream(f"many{n}", delay)) for n in range(len(names)) for delay in (0, 5)]
+        while len(order) < 3 * len(names):
+            await asyncio.sleep(0)
+        await asyncio.gather(*(call(f"few{n}") for n in range(3)), *streams)
+        return order
+
+    order = asyncio.run(run())
+    assert len(order) == 40 * len(names) + 3
+    assert max(order.index(f"few{n}") for n in range(3)) < 30 * len(names)
+
+
 def test_live_weights_change_while_they_are_used() -> None:
     async def run() -> list[str]:
         of, loads = trainers(["s0"]), list[str]()

@@ -164,6 +164,19 @@ def test_an_account_with_many_samples_lets_others_pass() -> None:
     run(work())
 
 
+def test_every_response_of_a_call_ends_once() -> None:
+    async def work() -> None:
+        responses = OpenResponses(lambda: 0)
+        async with responses.opened("a", 3) as ended:
+            ended()
+            assert responses.open == {"a": 2}
+        assert responses.open == {}
+        ended()  # its worker says so late
+        assert responses.open == {}
+
+    run(work())
+
+
 def test_a_call_that_is_canceled_just_when_it_was_admitted_leaves_no_response_open() -> None:
     async def work() -> None:
         responses = OpenResponses(lambda: 0)

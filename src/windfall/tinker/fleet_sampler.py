@@ -48,8 +48,11 @@ class FleetSampler:
             return f"{have}, but together they have at most {self._context}"
         return ""
 
-    async def sample(self, policy: str, id: str, account: str, call: SampleCall) -> tuple[SampledSequence, ...]:
-        """The responses to the call, once it is the turn of the account. Canceled: no worker goes on with them."""
+    async def sample(
+        self, policy: str, id: str, account: str, call: SampleCall, ended: Callable[[], None]
+    ) -> tuple[SampledSequence, ...]:
+        """The responses to a call, which `open` has admitted. `ended`: called for each of them when it has ended.
+        Canceled: no worker goes on with them."""
         seed = id if call.seed is None else f"seed/{call.seed}"
         room = self._context - len(call.prompt)
         episodes = [
@@ -64,12 +67,11 @@ class FleetSampler:
             )
             for n in range(call.n)
         ]
-        await self.open.admit(account, call.n)
         self._add_work(account, PREFILLED * len(call.prompt))
         self._counted |= {episode.id: (account, episode, 0) for episode in episodes}
         try:
             stops = StopStrings(call.stop_texts, self._decode)
-            await self._responses.generate(id, episodes, stops, lambda: self.open.ended(account))
+            await self._responses.generate(id, episodes, stops, ended)
         finally:
             for episode in episodes:
                 self._count(episode.id)

@@ -170,11 +170,13 @@ class Samplers:
     async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
         id, sequences = entry.id, ()
         async with contextlib.AsyncExitStack() as stack:
+            # First: a call that waits for its turn keeps no slot from the calls of others.
+            ended = await stack.enter_async_context(self._fleet.open.opened(entry.account, call.n))
             policy = self._base_policy
             if sampler.folder is not None:
                 policy = await stack.enter_async_context(self._slots.hold(sampler.key, sampler.newest))
             if call.max_tokens != 0:
-                sequences = await self._fleet.sample(policy, id, entry.account, call)
+                sequences = await self._fleet.sample(policy, id, entry.account, call, ended)
             if not call.prompt_logprobs and not call.prompt_top_k:
                 return c.Sampled(sequences=sequences)
             trainer = self._shared.trainers.trainers[policy]

@@ -163,6 +163,25 @@ class OpenResponses:
         self.open: dict[str, int] = {}
         """How many responses of each account are open."""
 
+    @contextlib.asynccontextmanager
+    async def opened(self, account: str, count: int) -> AsyncIterator[Callable[[], None]]:
+        """Open the responses of a call when it is the turn of the account. Yields what is to be called when one of them
+        has ended. At the end of the context, all have."""
+        await self.admit(account, count)
+        left = count
+
+        def ended() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                self.ended(account)
+
+        try:
+            yield ended
+        finally:
+            while left:
+                ended()
+
     async def admit(self, account: str, count: int) -> None:
         """Wait until the responses of a call may be opened. Each needs `ended`, unless this is canceled."""
         self.look()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -93,24 +94,41 @@ class SlotUser(Protocol):
 
 
 class SharedSlots(Slots):
-    """Slots whose users wait until one is free."""
+    """Slots whose users wait until one is free. While an adapter waits for a slot, the one that has had a slot for
+    longest gets no new users, so that its slot becomes free."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self._freed = asyncio.Condition()
+        self._wanted: Counter[str] = Counter()
+        """How many users wait for each adapter, in the order in which they came."""
 
     @contextlib.asynccontextmanager
     async def using(self, key: str) -> AsyncIterator[AdapterSlot]:
         """A slot for the adapter with this key, until the context ends."""
         async with self._freed:
-            while (slot := self.take(key)) is None:
-                await self._freed.wait()
+            self._wanted[key] += 1
+            try:
+                while self._must_wait(key) or (slot := self.take(key)) is None:
+                    await self._freed.wait()
+            finally:
+                self._wanted[key] -= 1
+                if not self._wanted[key]:
+                    del self._wanted[key]
+                self._freed.notify_all()
         try:
             yield slot
         finally:
             self.release(key)
             async with self._freed:
                 self._freed.notify_all()
+
+    def _must_wait(self, key: str) -> bool:
+        """Whether a slot that is free, or has this adapter, is for one that came before."""
+        absent = [wanted for wanted in self._wanted if self.holding(wanted) is None]
+        if key in absent:
+            return absent[0] != key
+        return self.must_leave(key, len(absent))
 
 
 class TrainSlots:

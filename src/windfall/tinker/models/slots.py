@@ -21,6 +21,8 @@ class AdapterSlot:
     users: int = 0
     used: int = 0
     """A number that grows with every use."""
+    given: int = 0
+    """The same number, of its first use by this adapter."""
 
 
 class Slots:
@@ -45,7 +47,9 @@ class Slots:
             if slot is None:
                 return None
         self._clock += 1
-        slot.key, slot.users, slot.used = key, slot.users + 1, self._clock
+        if slot.key != key:
+            slot.key, slot.given = key, self._clock
+        slot.users, slot.used = slot.users + 1, self._clock
         return slot
 
     def release(self, key: str) -> None:
@@ -55,6 +59,17 @@ class Slots:
 
     def holding(self, key: str) -> AdapterSlot | None:
         return next((slot for slot in self._slots if slot.key == key), None)
+
+    def must_leave(self, key: str, wanted: int) -> bool:
+        """Whether an adapter gives up its slot so that `wanted` others get one: those that got theirs first do.
+
+        >>> slots = Slots(["s0", "s1"])
+        >>> _ = slots.take("a"), slots.take("b"), slots.take("a")
+        >>> [slots.must_leave(key, 1) for key in ("a", "b", "c")]
+        [True, False, False]
+        """
+        leaving = sorted(self._slots, key=lambda slot: slot.given)[:wanted]
+        return any(slot.key == key for slot in leaving)
 
     def forget(self, key: str) -> None:
         """The adapter is not needed any more."""

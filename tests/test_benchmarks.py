@@ -22,13 +22,11 @@ from benchmarks.papers import rose_table as table
 from benchmarks.papers import seer_table
 from benchmarks.serve import beside_vllm as bench
 from benchmarks.serve import coserve
+from benchmarks.staleness import age, curve, learning
 from benchmarks.support import coserve_load as load_of
 from benchmarks.train import long_context, rank_budget, ranks_one_gpu, scale
 from benchmarks.train import publish_ranks as ranks
 from benchmarks.train import slots as slots_benchmark
-from benchmarks.train import staleness_age as age
-from benchmarks.train import staleness_curve as curve
-from benchmarks.train import staleness_learning as learning
 from tests.support.rank_processes import CONTEXT
 from windfall.plan.model.cost_model import Efficiency
 from windfall.providers import trace

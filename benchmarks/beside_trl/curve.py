@@ -5,7 +5,7 @@
     python benchmarks/beside_trl/curve.py trl --folder FOLDER --seconds 540         are four such commands for each
     python benchmarks/beside_trl/curve.py table --folder FOLDER
 
-SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness_gpu.py). Both halves
+SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness/gpu.py). Both halves
 have the same prompts, reward function, group sizes, learning rate, optimizer and loss (Dr. GRPO); both are evaluated on
 the same 256 held-out tasks at temperature 1. TRL (`pip install trl`) generates with transformers; `--set use_vllm=true`
 and the like change its settings, and `--set KEY=VALUE` those of the recipe for windfall.
@@ -30,8 +30,8 @@ from typing import NamedTuple
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is found
+from benchmarks.staleness.gpu import write_tasks
 from benchmarks.train.loop_gpu import SHARE_USD_PER_H
-from benchmarks.train.staleness_gpu import write_tasks
 from windfall.controller.cost.bill import Totals
 from windfall.events import log as events
 from windfall.models.load import resolve

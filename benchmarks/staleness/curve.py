@@ -1,7 +1,7 @@
 """Simulated: throughput by bound on staleness, beside AReaL's curve (arXiv 2505.24298).
 
-    python benchmarks/train/staleness.py curve [--jobs 2] [--seeds 1] [--only windfall,...] [--out FILE]
-    python benchmarks/train/staleness.py curve --calibrate      print the training time that gives AReaL's last figure
+    python benchmarks/staleness/run.py curve [--jobs 2] [--seeds 1] [--only windfall,...] [--out FILE]
+    python benchmarks/staleness/run.py curve --calibrate      print the training time that gives AReaL's last figure
 
 windfall's own controller and policies run in virtual time (docs/sim.md). The scenario is like AReaL's: a 1.5B model,
 long responses with a heavy tail, three quarters of the GPUs roll out and the others train. The machines are roofline
@@ -129,7 +129,7 @@ def recipe(case: Case) -> Recipe:
                 "trainer": {**ROLLOUT, "train_s": case.train_s, "update_s": 3.0},
             },
         },
-        where="benchmarks/train/staleness_curve.py",
+        where="benchmarks/staleness/curve.py",
     )  # fmt: skip
 
 

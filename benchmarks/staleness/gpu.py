@@ -1,7 +1,7 @@
 """Time to a given held-out reward with rollout.staleness 0, 1 and 2, on one GPU, while workers are killed.
 
     make smollm2
-    python benchmarks/train/staleness_gpu.py --seconds 160 --reward 0.5
+    python benchmarks/staleness/gpu.py --seconds 160 --reward 0.5
 
 SmolLM2-135M learns to add and subtract two numbers of one or two digits. The trainer and the workers share the GPU;
 each worker is a process that is killed with SIGKILL after `--up-s` seconds on average and comes back. One run per

@@ -1,6 +1,6 @@
 """Real processes: throughput and trainer idle time by bound on staleness, with and without workers being killed.
 
-    python benchmarks/train/staleness.py processes [--steps 10] [--rounds 1] [--slow 1.5] [--out FILE]
+    python benchmarks/staleness/run.py processes [--steps 10] [--rounds 1] [--slow 1.5] [--out FILE]
 
 The processes are those of harvest.py: controller, links, ledger, journal, weight pulls and kills are windfall's own;
 engines and the trainer sleep by a service-time model instead of computing, because two cores cannot show a parallel

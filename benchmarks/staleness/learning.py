@@ -1,7 +1,7 @@
 """Reward after equal steps and after equal time, by bound on staleness, with and without importance weights.
 
-    python benchmarks/train/staleness.py learning [--steps 20] [--groups 24] [--seeds 3] [--out FILE]
-    python benchmarks/train/staleness.py learning --read FILE          print the table of results that --out wrote
+    python benchmarks/staleness/run.py learning [--steps 20] [--groups 24] [--seeds 3] [--out FILE]
+    python benchmarks/staleness/run.py learning --read FILE          print the table of results that --out wrote
 
 Each run is `windfall train recipes/demo.toml` with two workers that stay: the tiny model learns arithmetic. The
 variants of a seed run one after another, then those of the next seed. `equal steps` is the reward on held-out tasks

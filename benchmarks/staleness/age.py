@@ -1,8 +1,8 @@
 """How old trained responses are if the lead over the trainer is measured (admission.py), and if it is the bound.
 
-    python benchmarks/train/staleness.py age [--steps 44] [--bounds 2] [--jobs 2]     simulated
-    python benchmarks/train/staleness.py age --nodes 2 --leads 96 48 24 [--slots 64]  simulated; also constant leads
-    python benchmarks/train/staleness.py age --processes [--steps 44] [--nodes 6]     real processes, both runs at once
+    python benchmarks/staleness/run.py age [--steps 44] [--bounds 2] [--jobs 2]     simulated
+    python benchmarks/staleness/run.py age --nodes 2 --leads 96 48 24 [--slots 64]  simulated; also constant leads
+    python benchmarks/staleness/run.py age --processes [--steps 44] [--nodes 6]     real processes, both runs at once
 
 The runs are those of harvest.py, without the trainer's own engine. Simulated: recipes/sim-harvest.toml with 4 or 8
 workers that stay or are killed, with and without pipelining. Real processes: controller, links, journal, pulls; engines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.tinker_server import MODEL, Server
+from windfall.models.load import TINY
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
@@ -111,12 +113,13 @@ CALLS: dict[str, tuple[Call, str]] = {
     "TrainingClient.get_console_url": (lambda k, m: getattr(k.training, m)(), "title"),
     "TrainingClient.get_info": (lambda k, m: getattr(k.training, m)(), "model_id"),
     "TrainingClient.get_telemetry": (lambda k, m: getattr(k.training, m)(), ""),
+    "TrainingClient.get_tokenizer": (lambda k, m: getattr(k.training, m)(), "encode"),
     "TrainingClient.load_state": (lambda k, m: getattr(k.training, m)(k.weights), "path"),
     "TrainingClient.load_state_with_optimizer": (lambda k, m: getattr(k.training, m)(k.weights), "path"),
     "TrainingClient.optim_step": (lambda k, m: getattr(k.training, m)(tinker.AdamParams()), "metrics"),
     "TrainingClient.save_state": (lambda k, m: getattr(k.training, m)(k.name()), "path"),
     "TrainingClient.save_weights_and_get_sampling_client": (lambda k, m: getattr(k.training, m)(), "sample"),
-    "TrainingClient.save_weights_external": (lambda k, m: getattr(k.training, m)(k.name()), ""),
+    "TrainingClient.save_weights_external": (lambda k, m: getattr(k.training, m)(k.name()), "Save with save_state or"),
     "TrainingClient.save_weights_for_sampler": (lambda k, m: getattr(k.training, m)(k.name()), "path"),
     "SamplingClient.compute_logprobs": (lambda k, m: getattr(k.sampler, m)(prompt()), "count"),
     "SamplingClient.create": (
@@ -130,6 +133,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "SamplingClient.get_base_model": (lambda k, m: getattr(k.sampler, m)(), "title"),
     "SamplingClient.get_sampler_handle": (lambda k, m: getattr(k.sampler, m)(), "title"),
     "SamplingClient.get_telemetry": (lambda k, m: getattr(k.sampler, m)(), ""),
+    "SamplingClient.get_tokenizer": (lambda k, m: getattr(k.sampler, m)(), "encode"),
     "SamplingClient.on_queue_state_change": (
         lambda k, m: getattr(k.sampler, m)(tinker.lib.api_future_impl.QueueState.ACTIVE, None),
         "",
@@ -138,20 +142,23 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda k, m: getattr(k.sampler, m)(prompt(), 2, tinker.SamplingParams(max_tokens=2)),
         "sequences",
     ),
-    "RestClient.assign_session_project": (lambda k, m: getattr(k.rest, m)(k.session, "project"), ""),
+    "RestClient.assign_session_project": (lambda k, m: getattr(k.rest, m)(k.session, "project"), "no projects"),
     "RestClient.copy_weights": (lambda k, m: getattr(k.rest, m)(k.weights, "project"), "title"),
     "RestClient.delete_checkpoint": (
         lambda k, m: getattr(k.rest, m)(k.model, "weights/" + k.saved().rpartition("/")[2]),
         "",
     ),
     "RestClient.delete_checkpoint_from_tinker_path": (lambda k, m: getattr(k.rest, m)(k.saved()), ""),
-    "RestClient.export_session_trace": (lambda k, m: getattr(k.rest, m)(k.session), ""),
-    "RestClient.get_audit_log": (lambda k, m: getattr(k.rest, m)(), ""),
-    "RestClient.get_billing_usage": (lambda k, m: getattr(k.rest, m)(hours(1), hours(2)), ""),
+    "RestClient.export_session_trace": (lambda k, m: getattr(k.rest, m)(k.session), "exports no traces"),
+    "RestClient.get_audit_log": (lambda k, m: getattr(k.rest, m)(), "this server has no audit log"),
+    "RestClient.get_billing_usage": (
+        lambda k, m: getattr(k.rest, m)(hours(1), hours(2)),
+        "windfall.client has Client.usage",
+    ),
     "RestClient.get_current_checkpoint_storage_usage": (lambda k, m: getattr(k.rest, m)(), "data"),
     "RestClient.get_external_weights_urls": (
         lambda k, m: getattr(k.rest, m)(f"tinker://{k.model}/external_weights/a"),
-        "",
+        "there are no external weights",
     ),
     "RestClient.get_sampler": (lambda k, m: getattr(k.rest, m)(k.sampler._sampling_session_id), "base_model"),
     "RestClient.get_server_capabilities": (lambda k, m: getattr(k.rest, m)(), "supported_models"),
@@ -171,9 +178,12 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "RestClient.set_checkpoint_ttl_from_tinker_path": (lambda k, m: getattr(k.rest, m)(k.saved(), 3600), ""),
     "RestClient.unpublish_checkpoint_from_tinker_path": (lambda k, m: getattr(k.rest, m)(k.saved()), ""),
-    "RestClient.whoami": (lambda k, m: getattr(k.rest, m)(), ""),
-    "AdminClient.get_audit_log": (lambda k, m: getattr(k.admin, m)(), ""),
-    "AdminClient.get_billing_usage": (lambda k, m: getattr(k.admin, m)(hours(1), hours(2)), ""),
+    "RestClient.whoami": (lambda k, m: getattr(k.rest, m)(), "requires JWT auth"),
+    "AdminClient.get_audit_log": (lambda k, m: getattr(k.admin, m)(), "this server has no audit log"),
+    "AdminClient.get_billing_usage": (
+        lambda k, m: getattr(k.admin, m)(hours(1), hours(2)),
+        "windfall.client has Client.usage",
+    ),
     "AdminClient.get_current_checkpoint_storage_usage": (lambda k, m: getattr(k.admin, m)(), "data"),
     "AdminClient.get_telemetry": (lambda k, m: getattr(k.admin, m)(), ""),
     "APIFuture.coroutine": (lambda k, m: getattr(k.rest.list_sessions(), m)(), "sessions"),
@@ -181,9 +191,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "APIFuture.result": (lambda k, m: getattr(k.rest.list_sessions(), m)(30), "sessions"),
     "APIFuture.result_async": (lambda k, m: getattr(k.rest.list_sessions(), m)(30), "sessions"),
 }
-"""How each method is called, and an attribute that its result has."""
-WITH_FILES = {"TrainingClient.get_tokenizer", "SamplingClient.get_tokenizer"}
-"""They need the files of a tokenizer: test_tokenizers."""
+"""How each method is called, and an attribute that its result has, or words of its refusal."""
 
 
 async def awaited(found: Any) -> Any:
@@ -202,22 +210,24 @@ def outcome(call: Call, clients: Clients, method: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", sorted(set(table.methods()) - WITH_FILES))
-def test_method(clients: Clients, method: str) -> None:
-    call, attribute = CALLS[table.base_of(method)]
+@pytest.mark.parametrize("method", table.methods())
+def test_method(clients: Clients, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, expected = CALLS[table.base_of(method)]
+    monkeypatch.chdir(TINY.parent)  # where transformers finds the base by its name
     short = method.partition(".")[2]
     if table.state_of(method) == table.REFUSED:
         refused = (tinker.BadRequestError, tinker.RequestFailedError, RuntimeError)
-        with pytest.raises(refused, match=r"there |this server|not supported|requires JWT"):
+        with pytest.raises(refused, match=re.escape(expected)):
             outcome(call, clients, short)
         return
     found = outcome(call, clients, short)
-    assert not attribute or hasattr(found, attribute)
+    assert not expected or hasattr(found, expected)
 
 
 def test_the_page_is_current() -> None:
     if version("tinker") != "0.38.0":
         pytest.skip(f"the page is that of tinker 0.38.0; here is {version('tinker')}")
     assert {table.base_of(method) for method in table.methods()} == set(table.STATE), "scripts/tinker_methods.py"
-    assert set(table.STATE) - WITH_FILES == set(CALLS)
+    assert set(table.STATE) == set(CALLS)
+    assert all(CALLS[method][1] for method, (state, _) in table.STATE.items() if state == table.REFUSED)
     assert PAGE.read_text() == table.page(), "python scripts/tinker_methods.py > docs/tinker-methods.md"

@@ -18,9 +18,10 @@ DONE = c.Stepped(metrics={"lr": 0.5})
 
 def entry(number: int, sampler: str = "s") -> Entry:
     call = c.UnloadModel(model="m")
+    body = c.encode(call)
     return Entry(
-        id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, digest=c.digest(call), call=call,
-        created=time.time(),
+        id=f"{sampler}/{number}", account="alice", sampler=sampler, seq=number, digest=c.digest(body), call=call,
+        body=body, size=len(body), created=time.time(),
     )  # fmt: skip
 
 
@@ -77,6 +78,7 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
         log = CallLog(store, Keys({}))
         assert [[e.id for e in found] for found in log.restore()] == [["s/2"], ["s/3"]]
         assert log.open_calls("alice") == 1
+        assert log.open_bytes("alice") == entry(2).size
         again = log.get("s/3")
         assert again is not None
         assert await log.outcome(again, 0.0) == c.Done(result=DONE, size=again.size)

@@ -32,9 +32,10 @@ def test_limits_of_an_account(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="1 models, which is its limit"):
         found.check_models(alice, 1)
     with pytest.raises(Refusal, match="2 calls without a result"):
-        found.check_calls(alice)
+        found.check_calls(alice, 1)
+    found.check_calls(alice, 1, awaited=True)
     found.check_models(bob, 1)
-    found.check_calls(bob)
+    found.check_calls(bob, 1)
 
 
 def test_an_account_whose_saved_weights_are_large_saves_no_more(tmp_path: Path) -> None:
@@ -53,7 +54,10 @@ def test_an_account_over_its_budget_makes_no_more_calls(tmp_path: Path) -> None:
     found = keys.load(file, tmp_path)
     found.usd = lambda account: 2.5
     alice = found.account("tml-alice-0123")
-    for check in (found.check_calls, lambda account: found.check_models(account, 0)):
+    for check in (
+        lambda account: found.check_calls(account, 1, awaited=True),
+        lambda account: found.check_models(account, 0),
+    ):
         with pytest.raises(Refusal, match=r"has used \$2.50, and its limit is \$2.00") as e:
             check(alice)
         assert e.value.status == 402

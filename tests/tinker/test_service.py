@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.tinker_server import ALICE, BOB, Client, Server, contents
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
+from windfall.tinker.accounts import keys
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.saved_weights import PARTS
 from windfall.training import Adam
@@ -249,6 +251,31 @@ def test_weights_that_cannot_be_written_end_the_server_and_no_call_is_lost(serve
         await server.restart()
         assert isinstance(await server.outcome(last.id), c.WeightsSaved if kind == "named" else c.Stepped)
         assert isinstance(await client.result(client.update()), c.Stepped)
+
+    server.play(script)
+
+
+@pytest.mark.parametrize("limit", ["calls", "bytes"])
+def test_calls_up_to_the_limit_do_not_keep_out_the_one_that_they_wait_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    async def script(server: Server) -> None:
+        log, client = server.service.calls, await Client.open(server, BOB)
+        first, *others, last = [client.gradient(IDS[0]) for _ in range(4)]
+        calls, held = log.open_calls("bob"), log.open_bytes("bob")
+        if limit == "calls":
+            client.account = replace(BOB, calls=calls + 2)
+        else:
+            monkeypatch.setattr(keys, "OPEN_BYTES", held + 2 * len(c.encode(first)))
+        entries = [await client.entry(call) for call in others]
+        with pytest.raises(Refusal, match="calls without a result") as refused:
+            await client.entry(last)
+        assert refused.value.status == 429
+        entries.append(await client.entry(first))
+        for entry in entries:
+            assert isinstance(await server.outcome(entry.id, BOB), c.ForwardResult)
+        assert (log.open_calls("bob"), log.open_bytes("bob")) == (calls, held)
+        assert isinstance(await client.result(last), c.ForwardResult)
 
     server.play(script)
 

@@ -256,6 +256,6 @@ decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_h
 decode_failed: Callable[[bytes], CallFailed] = msgspec.msgpack.Decoder(CallFailed).decode
 
 
-def digest(call: Call) -> bytes:
-    """Equal for calls that are the same in everything."""
-    return xxhash.xxh3_128_digest(encode(call))
+def digest(body: bytes) -> bytes:
+    """Equal for encoded calls that are the same in everything."""
+    return xxhash.xxh3_128_digest(body)

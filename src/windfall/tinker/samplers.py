@@ -141,7 +141,7 @@ class Samplers:
         id, calls = call_id(sampler.id, call.seq), self._shared.calls
         entry = calls.entry(id, account, call, sampler=sampler.id, seq=call.seq)
         if calls.get(id) is None:
-            self._shared.keys.check_calls(account)
+            self._shared.keys.check_calls(account, entry.size)
             if why := self._fleet.check(call):
                 raise Refusal(400, why)
             sampler.used = entry.created

@@ -53,7 +53,7 @@ class TinkerService:
         self.shared, self.terms, self.keys, self.calls = shared, shared.terms, shared.keys, shared.calls
         self._train, self._progress = train, progress
         self.bill = AccountBill()
-        self.keys.open_calls = self.calls.open_calls
+        self.keys.open_calls, self.keys.open_bytes = self.calls.open_calls, self.calls.open_bytes
         self.keys.usd = lambda account: self.bill.usd(account)
         self.sessions = Sessions(shared.store, shared.log)
         self.weights = SavedWeights(folder / "models", shared.store)

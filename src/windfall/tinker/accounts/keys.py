@@ -31,6 +31,8 @@ PREFIX = "tml-"
 """Clients accept only keys that begin so."""
 ONLY = "default"
 """The account of a server without a file of accounts."""
+OPEN_BYTES = 1 << 30
+"""Most bytes of an account's calls without a result: the server has them in memory."""
 Usage = dict[str, float]
 
 
@@ -67,6 +69,8 @@ class Keys:
         self._usage: dict[str, Usage] = {}
         self.open_calls: Callable[[str], int] = lambda account: 0
         """How many calls of an account have no result."""
+        self.open_bytes: Callable[[str], int] = lambda account: 0
+        """How many bytes these calls have."""
         self.usd: Callable[[str], float] = lambda account: 0.0
         """The bill of an account."""
 
@@ -97,10 +101,17 @@ class Keys:
             what = f"account {account.name} has {models} models, which is its limit"
             raise Refusal(429, f"{what}. Unload one, or end its session.")
 
-    def check_calls(self, account: ApiAccount) -> None:
+    def check_calls(self, account: ApiAccount, size: int, *, awaited: bool = False) -> None:
+        """Raises Refusal if the account may not make one more call, of `size` bytes. `awaited`: all its calls wait for
+        this one, so there will never be more room for it."""
         self._check_usd(account)
+        if awaited:
+            return
         if account.calls and (count := self.open_calls(account.name)) >= account.calls:
             raise Refusal(429, f"account {account.name} has {count} calls without a result, which is its limit")
+        if (held := self.open_bytes(account.name)) + size > OPEN_BYTES:
+            what = f"account {account.name} has {held >> 20} MiB of calls without a result, of at most"
+            raise Refusal(429, f"{what} {OPEN_BYTES >> 20}; send this call again later")
 
     def _check_usd(self, account: ApiAccount) -> None:
         usd = self.usd(account.name)

@@ -47,8 +47,10 @@ class Entry:
     failed: bool = False
     result: bytes = b""
     """Empty once it was retrieved."""
+    body: bytes = b""
+    """The call, until it is written."""
     size: int = 0
-    """Bytes of the result."""
+    """Bytes of the call while it has no result, then those of the result."""
     stored: bool = True
     """The result is on disk, too."""
     retrieved: float | None = None
@@ -59,6 +61,11 @@ class Entry:
     written: asyncio.Future[None] | None = None
     """Done when it is on disk."""
     task: asyncio.Task[None] | None = None
+
+    def replace(self, call: c.Call) -> None:
+        """Perform another call in its place."""
+        self.call, self.body = call, c.encode(call)
+        self.size = len(self.body)
 
 
 def call_id(owner: str, seq: int) -> str:
@@ -77,6 +84,8 @@ class CallLog:
         self._entries: dict[str, Entry] = {}
         self._open: Counter[str] = Counter()
         """How many calls of each account have no result."""
+        self._open_bytes: Counter[str] = Counter()
+        """How many bytes they have."""
         self._completed: dict[tuple[str, int], list[Entry]] = defaultdict(list)
         """Calls of each sampler and clone that have a result, in the order of `done`."""
         self._news: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
@@ -88,11 +97,11 @@ class CallLog:
         for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
             body, size, failed = row.pop("body"), row.pop("size"), bool(row.pop("failed"))
             call = c.decode_call(body) if body else None
-            entry = Entry(**row, call=call, failed=failed, size=size or 0)
+            entry = Entry(**row, call=call, failed=failed, size=len(body or b"") if row["done"] is None else size or 0)
             self._entries[entry.id] = entry
             if entry.done is None:
                 open_.append(entry)
-                self._open[entry.account] += 1
+                self._opened(entry)
                 continue
             if entry.call is not None:
                 repeated.append(entry)
@@ -111,9 +120,13 @@ class CallLog:
     def entry(self, id: str, account: ApiAccount, call: c.Call, **owner: Any) -> Entry:
         """The call that was made before with this id, or a new entry, which is to be added. `owner`: other fields of a
         new one. Raises Refusal if the call before was another one."""
-        digest, found = c.digest(call), self._entries.get(id)
+        body, found = c.encode(call), self._entries.get(id)
+        digest = c.digest(body)
         if found is None:
-            return Entry(id=id, account=account.name, digest=digest, call=call, created=time.time(), **owner)
+            return Entry(
+                id=id, account=account.name, digest=digest, call=call, body=body, size=len(body), created=time.time(),
+                **owner,
+            )  # fmt: skip
         if found.digest != digest:
             raise c.Refusal(400, f"call {id} was made before with other content. Give every call a number of its own.")
         return found
@@ -134,15 +147,24 @@ class CallLog:
         """How many calls of an account have no result."""
         return self._open[account]
 
+    def open_bytes(self, account: str) -> int:
+        """How many bytes the calls of an account have that have no result."""
+        return self._open_bytes[account]
+
+    def _opened(self, entry: Entry) -> None:
+        self._open[entry.account] += 1
+        self._open_bytes[entry.account] += entry.size
+
     def add(self, entry: Entry) -> None:
         """A new call. It may be performed, but its id must not be told before `written`."""
-        assert entry.call is not None
+        assert entry.body
         row = self._store.put(
             "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
-            digest=entry.digest, created=entry.created, done=None, failed=0, body=c.encode(entry.call), result=None,
+            digest=entry.digest, created=entry.created, done=None, failed=0, body=entry.body, result=None,
         )  # fmt: skip
         self._entries[entry.id] = entry
-        self._open[entry.account] += 1
+        self._opened(entry)
+        entry.body = b""
         entry.written = self._store.write(row)
 
     def add_known(self, entry: Entry, result: c.Result) -> None:
@@ -156,6 +178,7 @@ class CallLog:
         self, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement, repeated: bool = False
     ) -> None:
         """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
+        self._open_bytes[entry.account] -= entry.size
         entry.result, entry.failed = c.encode(result), isinstance(result, c.CallFailed)
         entry.size = len(entry.result)
         entry.done = self._last_done = max(time.time(), self._last_done + 2e-6)  # so that cursors differ

@@ -245,9 +245,10 @@ class ClientModels:
             raise Refusal(410, f"model {model.id} was unloaded. Create a training client from its saved weights.")
         if call.seq < model.next_seq:
             raise Refusal(410, f"call {call.seq} of model {model.id} was performed long ago; its result is gone")
-        shared.keys.check_calls(account)
+        active = (m for m in self.all.values() if m.account == account.name and m.next_seq in m.waiting)
+        shared.keys.check_calls(account, entry.size, awaited=call.seq == model.next_seq and not any(active))
         if why := self._why_not(account, call):
-            entry.call = c.RefusedCall(model=call.model, seq=call.seq, message=why)
+            entry.replace(c.RefusedCall(model=call.model, seq=call.seq, message=why))
         model.seen = entry.created
         return entry
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +156,48 @@ def test_unnamed_weights_that_a_loop_has_left_behind_are_removed(
         assert [folder.is_dir() for folder in folders] == [False, True, True, True]
         with pytest.raises(Refusal, match="save others with a name"):
             await service.submit(ALICE, client.sample(saved[0]))
+
+    server.play(script)
+
+
+def test_samplers_that_follow_live_weights_are_written_once_and_left_behind_like_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "KEPT_UNNAMED", 1)
+
+    async def script(server: Server) -> None:
+        client = await Client.open(server)
+        saves = [client.next(c.SaveForSampler, sampler_seq=n, live=True) for n in range(3)]
+        saved = [(await client.result(save)).sampler for save in saves]
+        rows = {row["id"]: row["weights"] for row in server.service.shared.store.rows("select * from sampler")}
+        assert len({rows[id] for id in saved}) == 3
+        await server.kill()
+        found = server.service.samplers.all
+        newest = found[saved[2]].newest()
+        assert {found[id].newest() for id in saved} == {newest}
+        assert isinstance(await client.result(client.sample(saved[0])), c.Sampled)
+        for id in saved:
+            found[id].used = 0.0
+        while saved[0] in found or saved[1] in found:
+            await asyncio.sleep(0.02)
+        assert saved[2] in found
+        assert newest.is_dir()
+
+    server.play(script)
+
+
+def test_a_sampler_that_is_made_again_is_on_disk_before_it_is_named(server: Server) -> None:
+    async def script(server: Server) -> None:
+        client, store = await Client.open(server), server.service.shared.store
+        with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+            other.execute("begin immediate")  # nothing else is written
+            twice = [server.service.samplers.create(ALICE, client.session.id, 0, base="tiny") for _ in range(2)]
+            tasks = [asyncio.create_task(each) for each in twice]
+            await asyncio.wait(tasks, timeout=0.05)
+            assert not any(task.done() for task in tasks)
+            other.execute("rollback")
+            one, again = await asyncio.gather(*tasks)
+        assert one is again
 
     server.play(script)
 

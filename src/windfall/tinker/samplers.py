@@ -20,7 +20,6 @@ from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.call_log import Entry, call_id
 from windfall.tinker.disk.records import Sampler
 from windfall.tinker.disk.saved_weights import SavedWeights
-from windfall.tinker.disk.store import Statement
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots
 from windfall.tinker.sessions import Sessions
@@ -41,14 +40,17 @@ class Samplers:
         self._fleet, self._base_policy = fleet, base_policy
         self.all: dict[str, Sampler] = {}
         self._live: dict[str, Path] = {}
-        """The newest live weights of each model."""
+        """The newest live weights, by the key of their samplers."""
         weights.used.append(lambda: [sampler.folder for sampler in self.all.values()])
 
     def restore(self) -> None:
-        for row in self._shared.store.rows("select * from sampler"):
+        # The row that was written last has the newest of live weights.
+        for row in self._shared.store.rows("select * from sampler order by rowid"):
             self.all[row["id"]] = found = Sampler.read(row)
             if found.key.startswith("live/") and found.folder is not None:
-                self._live[found.key.removeprefix("live/")] = found.folder
+                self._live[found.key] = found.folder
+        for sampler in self.all.values():
+            sampler.folder = self._live.get(sampler.key, sampler.folder)
 
     async def create(self, account: ApiAccount, session: str, seq: int, *, path: str = "", base: str = "") -> Sampler:
         """A sampling session for saved weights or for the base. The same number is the same one."""
@@ -56,6 +58,7 @@ class Samplers:
         if (found := self.all.get(id)) is not None:
             if found.path != path:
                 raise Refusal(400, f"sampling session {id} was created with {found.path or 'the base'!r}, not {path!r}")
+            await self._shared.store.write(found.row())  # the first request may still wait for the disk
             return found
         sampler = Sampler(id=id, account=account.name, session=session, created=time.time(), base=terms.base)
         if path:
@@ -86,25 +89,24 @@ class Samplers:
 
     async def saved(
         self, call: c.SaveForSampler, session: str, account: str, folder: Path
-    ) -> tuple[Sampler, list[Statement], set[Path]]:
-        """A sampler of weights that were saved without a name. Returns it, what to write down, and folders that may be
-        removed then."""
+    ) -> tuple[Sampler, set[Path]]:
+        """A sampler of weights that were saved without a name. Returns it, and folders that may be removed once it is
+        written down."""
         seq = call.seq if call.sampler_seq is None else call.sampler_seq
         sampler = Sampler(
             id=f"{session}:sample:{seq}", account=account, session=session, created=time.time(), folder=folder,
             key=f"live/{call.model}" if call.live else str(folder), base=self._shared.terms.base,
         )  # fmt: skip
-        samplers, replaced = [sampler], set[Path]()
+        replaced = set[Path]()
         if call.live:
-            samplers += [each for each in self.all.values() if each.key == sampler.key and each.id != sampler.id]
             await self._slots.changed(sampler.key, folder)
-            if (live := self._live.get(call.model)) is not None:
+            if (live := self._live.get(sampler.key)) is not None:
                 replaced.add(live)
-            self._live[call.model] = folder
-        for each in samplers:
-            each.folder = folder
+            self._live[sampler.key] = folder
+            for each in self.all.values():
+                each.folder = folder if each.key == sampler.key else each.folder
         self.all[sampler.id] = sampler
-        return sampler, [each.row() for each in samplers], replaced
+        return sampler, replaced
 
     # the end
 
@@ -116,7 +118,7 @@ class Samplers:
         """Drop samplers of unnamed weights that a loop has left behind: it saves new ones with every step."""
         unnamed = defaultdict[Path, list[Sampler]](list)
         for sampler in self.all.values():
-            if sampler.folder is not None and not sampler.path and sampler.key == str(sampler.folder):
+            if sampler.folder is not None and not sampler.path:
                 unnamed[sampler.folder.parent].append(sampler)
         newest_first = (sorted(of_model, key=lambda s: -s.created) for of_model in unnamed.values())
         outdated = [s for found in newest_first for s in found[KEPT_UNNAMED:] if now - s.used > UNUSED_S]

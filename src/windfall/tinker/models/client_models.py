@@ -377,8 +377,8 @@ class ClientModels:
         else:
             await model.save(trainer, folder, optimizer=False, begun=turn.end)
         if isinstance(call, c.SaveForSampler) and not call.name:
-            sampler, statements, replaced = await self._samplers.saved(call, model.session, model.account, folder)
-            return c.WeightsSaved(path=path, sampler=sampler.id), statements, replaced
+            sampler, replaced = await self._samplers.saved(call, model.session, model.account, folder)
+            return c.WeightsSaved(path=path, sampler=sampler.id), [sampler.row()], replaced
         saved_bytes, now = await asyncio.to_thread(size, folder), time.time()
         found = self._weights.named[path] = NamedWeights(
             path=path, account=model.account, model=model.id, kind=kind, created=now, folder=folder, bytes=saved_bytes,

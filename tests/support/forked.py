@@ -9,7 +9,7 @@ import gc
 import importlib
 
 MODULES = (
-    "aiohttp.web", "execnet.gateway_io", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "aiohttp.web", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.profiler", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe")),
     "tests.support.rank_processes", "tests.support.weight_writers", "windfall.algorithms", "windfall.models.load",
     "windfall.processes.fork_server", "tests.support.import_server", "windfall.trainer.process",

@@ -7,7 +7,7 @@ import json
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ def test_a_result_that_takes_longer_than_one_poll(server: Server, client: Any, m
     fleet = server.service.samplers._fleet
     sample = fleet.sample
 
-    async def hold_one(policy: str, id: str, account: str, call: c.SampleCall) -> Any:
-        return await (asyncio.sleep(600) if call.seed == 131313 else sample(policy, id, account, call))
+    async def hold_one(policy: str, id: str, account: str, call: c.SampleCall, ended: Callable[[], None]) -> Any:
+        return await (asyncio.sleep(600) if call.seed == 131313 else sample(policy, id, account, call, ended))
 
     monkeypatch.setattr(native, "WAIT_S", 0.2)
     monkeypatch.setattr(fleet, "sample", hold_one)

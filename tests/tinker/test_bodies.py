@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,20 +19,24 @@ from windfall.tinker.wire.bodies import BodyReader
 class Sent:
     """A request with this body."""
 
-    body_exists = True
-
-    def __init__(self, data: bytes, encoding: str = "", *, never: bool = False) -> None:
-        headers = {"Content-Length": str(len(data))} | ({"Content-Encoding": encoding} if encoding else {})
+    def __init__(self, data: bytes, encoding: str = "", *, declared: bool = True, never: bool = False) -> None:
+        headers = {"Content-Encoding": encoding} if encoding else {}
+        headers |= {"Content-Length": str(len(data))} if declared else {}
         self.inner = make_mocked_request("POST", "/", headers=headers)
         self._data, self._never = data, never
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def read(self) -> bytes:
+    @property
+    def content(self) -> Sent:
+        return self
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for byte in self._data:
+            yield bytes([byte])
         if self._never:
             await asyncio.Event().wait()
-        return self._data
 
 
 async def received(own: BodyReader, request: Any) -> bytes:
@@ -76,6 +81,29 @@ def test_bodies_in_flight_have_a_limit_and_are_forgotten_at_their_end(monkeypatc
         with pytest.raises(Refusal):
             await received(own, Sent(b"{}", "gzip"))
         assert await received(own, Sent(b"abcde")) == b"abcde"
+
+    asyncio.run(scenario())
+
+
+def test_bodies_that_arrive_slowly_take_the_room_of_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ALL_BYTES", 12)
+
+    async def scenario() -> None:
+        own = BodyReader(body_bytes=10)
+        slow = [asyncio.create_task(received(own, Sent(b"", "zstd", never=True))) for _ in range(50)]
+        slow += [asyncio.create_task(received(own, Sent(b"ab", never=True))) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert await received(own, Sent(b"abcd")) == b"abcd"
+        with pytest.raises(Refusal, match="try again later"):
+            await received(own, Sent(b"abcde"))
+        with pytest.raises(Refusal, match="try again later"):
+            await received(own, Sent(b"abcde", declared=False))
+        with pytest.raises(Refusal, match="larger than"):
+            await received(BodyReader(body_bytes=4), Sent(b"abcde", declared=False))
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        assert not own._bytes
 
     asyncio.run(scenario())
 

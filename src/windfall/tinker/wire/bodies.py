@@ -3,15 +3,15 @@
     key is valid ──▶ count the request and its bytes ──▶ read ──▶ decompress
                           │ 413, 429                      │ 408, 413   │ 400, 413, 415
 
-A body counts for its account and for all accounts together until its request is answered: with its largest size while
-it is read, then with its size. The SDK sends a request that was refused with 429 again, later.
+A body counts for its account and for all accounts together until its request is answered, with the bytes that have
+arrived, then with those after decompression. The SDK sends a request that was refused with 429 again, later.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -50,23 +50,31 @@ class BodyReader:
     async def receive(self, request: web.Request, account: str) -> AsyncIterator[bytes]:
         """The body of a request, which is in flight until the context ends. Raises Refusal."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        size = request.content_length if request.body_exists else 0  # a request for an outcome waits, and has none
-        if size is None or (size and encoding != "identity"):
-            size = self._body_bytes
-        if size > self._body_bytes:
-            raise self._too_large()
-        for whose, most in ((account, ACCOUNT_BYTES), (_ALL, ALL_BYTES)):
-            if self._bytes[whose] + size > most:
-                what = f"{self._bytes[whose] >> 20} MiB of requests are being read, of at most {most >> 20}"
-                raise Refusal(429, f"{what}; try again later")
-        self._count(account, size)
+        size = 0
+
+        def hold(now: int) -> None:
+            """The body has this many bytes now."""
+            nonlocal size
+            self._check(account, now, now - size)
+            self._count(account, now - size)
+            size = now
+
+        self._check(account, request.content_length or 0, request.content_length or 0)
         try:
-            plain = self._plain(await self._read(request), encoding)
-            self._count(account, len(plain) - size)
-            size = len(plain)
+            plain = self._plain(await self._read(request, hold), encoding)
+            hold(len(plain))
             yield plain
         finally:
             self._count(account, -size)
+
+    def _check(self, account: str, size: int, more: int) -> None:
+        """Raises Refusal if a body may not have this size, or if there is no room for `more` bytes."""
+        if size > self._body_bytes:
+            raise Refusal(413, f"the body is larger than {self._body_bytes >> 20} MiB, the limit of this server")
+        for whose, most in ((account, ACCOUNT_BYTES), (_ALL, ALL_BYTES)):
+            if self._bytes[whose] + more > most:
+                what = f"{self._bytes[whose] >> 20} MiB of requests are being read, of at most {most >> 20}"
+                raise Refusal(429, f"{what}; try again later")
 
     def _count(self, account: str, size: int) -> None:
         for whose in (account, _ALL):
@@ -74,14 +82,16 @@ class BodyReader:
             if not self._bytes[whose]:
                 del self._bytes[whose]
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.Request, hold: Callable[[int], None]) -> bytes:
+        data = bytearray()
         try:
             async with asyncio.timeout(self._read_s):
-                return await request.read()
+                async for part in request.content.iter_any():
+                    hold(len(data) + len(part))
+                    data += part
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {self._read_s:g} s") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
+        return bytes(data)
 
     def _plain(self, data: bytes, encoding: str) -> bytes:
         if encoding == "identity":
@@ -91,14 +101,9 @@ class BodyReader:
             raise Refusal(415, f"the content encoding {encoding[:100]!r} is not supported; send plain bodies")
         reader = module.ZstdDecompressor()
         try:
-            plain = reader.decompress(data, max_length=self._body_bytes)
+            plain = reader.decompress(data, max_length=self._body_bytes + 1)
         except module.ZstdError as e:
             raise Refusal(400, f"the body cannot be decompressed: {e}") from None
-        if not reader.eof:
-            if len(plain) == self._body_bytes:
-                raise self._too_large()
+        if not reader.eof and len(plain) <= self._body_bytes:
             raise Refusal(400, "the body cannot be decompressed: its end is missing")
         return plain
-
-    def _too_large(self) -> Refusal:
-        return Refusal(413, f"the body is larger than {self._body_bytes >> 20} MiB, the limit of this server")

@@ -82,6 +82,7 @@ def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     assert here.count(b'"resumed"') > 2
 
 
+@pytest.mark.slow
 def test_command_prints_the_faults_by_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trials.main(seeds=2, seed=3, faults=60, out=tmp_path / "logs")
     output = capsys.readouterr().out

@@ -72,6 +72,7 @@ def test_borrowed_max_and_a_busy_service_limit_what_is_lent(tmp_path: Path) -> N
     assert busy.tok_per_s < one.tok_per_s
 
 
+@pytest.mark.slow
 def test_lending_slows_no_request_down_by_more_than_the_limit(tmp_path: Path) -> None:
     speeds: list[float] = []
     for limit in (100.0, 0.15, 0.0):

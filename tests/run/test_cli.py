@@ -72,6 +72,7 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     assert [*shown[:4], *shown[-3:]] == ["demo", "examples", "doctor", "new", "env-server", "serve", "fleet"]
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_options() -> None:
     """What `windfall --install-completion` lets the shell call at each press of the key."""
     for line, word, expected in (("windfall tr", 1, {"train", "trainer"}), ("windfall train --dry", 2, {"--dry-run"})):

@@ -124,6 +124,7 @@ def test_models_of_all_policies_are_found(run: Path, tmp_path: Path) -> None:
     assert "solver, verifier, reference" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_policies_of_one_base_are_evaluated_as_their_exported_models(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

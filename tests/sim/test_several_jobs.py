@@ -276,6 +276,7 @@ def test_every_seed_has_its_own_responses(recipe: MakeRecipe, tmp_path: Path) ->
     assert len({answer.together.real_tokens for answer in found}) == 2
 
 
+@pytest.mark.slow
 def test_shares_and_priorities_decide_who_ends_first(recipe: MakeRecipe, tmp_path: Path) -> None:
     """Two jobs with the same work."""
     same = [(file, recipe(**STAYS)) for file in ("a.toml", "b.toml")]

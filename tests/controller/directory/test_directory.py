@@ -470,6 +470,7 @@ def test_the_same_calls_have_the_same_answers_in_every_process() -> None:
     assert told == {story() + "\n"}
 
 
+@pytest.mark.slow
 def test_a_thousand_workers(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints what a load takes; the time decides nothing here, because other tests run beside this one."""
     for file in (V1, FileRef(digest="v1", nbytes=10**7)):

@@ -106,6 +106,7 @@ def test_lost_worker(calm: Scene, tmp_path: Path) -> None:
     scene.check_tokens()
 
 
+@pytest.mark.slow
 def test_killed_controller(calm: Scene, tmp_path: Path) -> None:
     """The journal as it is on disk, in the middle or at the end, is all that the next controller has."""
     first, copies = tmp_path / "first", [tmp_path / f"copy{n}" for n in range(1)]

@@ -40,6 +40,7 @@ def test_run_without_local_time_and_without_other_workers_completes(tmp_path: Pa
     assert (len(steps), share) == (3, 1.0)
 
 
+@pytest.mark.slow
 def test_engine_takes_part_while_the_trainer_waits_and_rests_otherwise(tmp_path: Path) -> None:
     _, few = run(tmp_path, "trace.nodes=2", "rollout.staleness=2")
     _, many = run(tmp_path, "trace.nodes=10", "rollout.staleness=2")

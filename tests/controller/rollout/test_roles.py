@@ -79,6 +79,7 @@ def positions(past: History) -> set[tuple[int, int]]:
     return out
 
 
+@pytest.mark.slow
 def test_controller_killed_after_any_write_of_a_turn(tmp_path: Path) -> None:
     expected, data, sizes = first_run()
     for size in sizes:

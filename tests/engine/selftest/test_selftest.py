@@ -187,6 +187,7 @@ def test_worker_refuses_a_model_that_its_engine_computes_wrongly(kind: str, said
         factory.build_engine(spec, "cpu")
 
 
+@pytest.mark.slow
 def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> None:
     """CPU time on one core. The large one is Llama 3's 70B, which fits nowhere here."""
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,

@@ -229,6 +229,7 @@ def test_machine_is_lost_and_replaced(tmp_path: Path, two_networks: tuple[str, l
     assert [e["step"] for e in events(run, "step") if e["kind"] == "scalar"][-2:] == [5, 6]
 
 
+@pytest.mark.slow
 def test_run_says_which_ranks_are_missing(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
     trainer = train(tmp_path, ranks=3, rendezvous=endpoint, machine_timeout_s=3.0)

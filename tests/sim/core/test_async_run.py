@@ -15,7 +15,7 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "finish"])
-@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("bound", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_bound_holds_and_nothing_is_lost_while_workers_come_and_go(simulated: Simulated, bound: int, mode: str) -> None:
     _, log = simulated(
         run={"steps": 12}, rollout={"staleness": bound, "on_new_weights": mode},
@@ -31,6 +31,7 @@ def test_bound_holds_and_nothing_is_lost_while_workers_come_and_go(simulated: Si
     assert len(used) == len(set(used)), "a task was trained on twice"
 
 
+@pytest.mark.slow
 def test_generation_ahead_makes_steps_shorter(simulated: Simulated) -> None:
     def seconds(bound: int) -> float:
         log = simulated(run={"steps": 10}, rollout={"staleness": bound}, trace={"mean_up_s": 1e9})[1]

@@ -49,7 +49,10 @@ class Trained:
         assert self.steps.setdefault(step, found) == found, f"step {step} is trained on other samples than before"
 
 
-@pytest.mark.parametrize("processes", [("trainer",), ("controller",), ("trainer", "controller")])
+@pytest.mark.parametrize(
+    "processes",
+    [*(pytest.param((name,), marks=pytest.mark.slow) for name in ("trainer", "controller")), ("trainer", "controller")],
+)
 @pytest.mark.parametrize("keys", [{"replay": 0.5}, {"select": "greso"}, {"replay": 0.25, "select": "greso"}])
 def test_killed_processes_change_neither_replayed_groups_nor_skipped_prompts(
     restarting: Simulated, keys: dict[str, Any], processes: tuple[str, ...]

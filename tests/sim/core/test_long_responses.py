@@ -52,6 +52,7 @@ def test_finished_siblings_make_drafts_better(simulated: Simulated) -> None:
     assert sum(rollout_s(siblings)) < 0.9 * sum(rollout_s(alone))
 
 
+@pytest.mark.slow
 def test_long_groups_begin_first_with_the_order_context(simulated: Simulated) -> None:
     """An eighth of the responses fits at once, and siblings are alike."""
     few, groups = {"worker_slots": 6, "alike": 0.95, "sigma": 1.0}, {"groups": 16, "group_size": 9, "max_tokens": 600}

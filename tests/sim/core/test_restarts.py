@@ -41,7 +41,10 @@ def failing(*processes: str) -> Callable[[RestartingSimulation], None]:
     return disturb
 
 
-@pytest.mark.parametrize("processes", [("trainer",), ("controller",), ("trainer", "controller")])
+@pytest.mark.parametrize(
+    "processes",
+    [*(pytest.param((name,), marks=pytest.mark.slow) for name in ("trainer", "controller")), ("trainer", "controller")],
+)
 def test_killed_process_restarts_and_no_token_is_generated_twice(
     restarting: Simulated, processes: tuple[str, ...]
 ) -> None:
@@ -57,6 +60,7 @@ def test_killed_process_restarts_and_no_token_is_generated_twice(
     assert any(e["name"] == "resumed" for e in log)
 
 
+@pytest.mark.slow
 def test_mixed_autoscaled_fleet_survives_restarts(restarting: Simulated) -> None:
     """The fleet has several kinds of machines, small KV caches, and workers that are scaled by advice."""
     kinds = [{"name": name, "worker": {"fixed_s": 0.02, "each_s": 0.001}, "kv_tokens": 900} for name in ("L4", "T4")]

@@ -37,6 +37,7 @@ def test_speeds_are_learned_despite_granules_and_context(simulated: Simulated) -
         assert found.each_s / granule < 2 * true.each_s
 
 
+@pytest.mark.slow
 def test_local_time_is_recomputed_when_a_worker_joins(simulated: Simulated, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("".join(f"{at_ms},add,n{at_ms}\n" for at_ms in range(0, 40_000, 2500)))
@@ -65,6 +66,7 @@ def late(folder: Path, at_s: float, nodes: int) -> dict[str, Any]:
     return {"file": str(trace), "nodes": nodes}
 
 
+@pytest.mark.slow
 def test_late_fleet_is_part_of_the_plan_of_the_step_it_joins_in(simulated: Simulated, tmp_path: Path) -> None:
     """Nothing is known about these workers when they join. Planning only at the next step would mean generating and
     training in turn."""

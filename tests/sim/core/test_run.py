@@ -146,6 +146,7 @@ def _spot64(tmp_path: Path, seconds: float) -> float:
     return took_s
 
 
+@pytest.mark.slow
 def test_three_minutes_of_64_workers_take_seconds(tmp_path: Path) -> None:
     assert _spot64(tmp_path, 180.0) < 20.0
 

@@ -83,6 +83,7 @@ def test_run_whose_workers_are_all_too_small_ends_with_an_error(simulated: Simul
         simulated(sim={"worker_kv_tokens": 250}, **{**STAYS, "fleet": {**STAYS.get("fleet", {}), "local": False}})
 
 
+@pytest.mark.slow
 def test_workers_are_scaled_by_advice(simulated: Simulated) -> None:
     """Workers that cost almost nothing pay off; workers that cost more than the trainer do not."""
     fleet = {"workers": 1, "workers_max": 4, "kind": "spot"}

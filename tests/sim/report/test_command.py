@@ -106,6 +106,7 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
 # calibration
 
 
+@pytest.mark.slow
 def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
     run_sim(HARVEST, "--set", "run.steps=8", "--set", "sim.granule=2", "--out", str(tmp_path))
     out = run_sim("calibrate", str(tmp_path / "windfall-0.jsonl"))

@@ -12,6 +12,7 @@ from windfall.recipe.sections import Recipe
 from windfall.sim.report import compare
 
 
+@pytest.mark.slow
 def test_variants_are_compared_over_the_steps_that_all_completed(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
     slow = {"fixed_s": 0.012, "each_s": 0.0006, "prefill_s": 4e-6, "train_s": 0.00005}
     limited = recipe(

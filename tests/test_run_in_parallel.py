@@ -11,7 +11,7 @@ FIRST = """
 import os, signal, warnings
 
 def test_passes(tmp_path):
-    print("hidden")
+    print("unseen")
     warnings.warn("look here")
 
 def test_dies():
@@ -51,7 +51,7 @@ def test_results_of_all_processes_are_reported(tmp_path: Path) -> None:
     assert status == 1
     assert "2 failed, 7 passed, 1 warning, 1 error" in output
     assert "the process of this test ended with SIGKILL" in output
-    for text, is_there in (("shown", True), ("hidden", False), ("look here", True), ("while it is closed", True)):
+    for text, is_there in (("shown", True), ("unseen", False), ("look here", True), ("while it is closed", True)):
         assert (text in output) == is_there, text
 
 

@@ -40,7 +40,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("stps = 3", "unknown key 'stps'. Did you mean 'run.steps'?"),
         ("[enviroment]\nname = 'gym'", "unknown key 'enviroment'. Did you mean 'env'?"),
         ("[env]\nname = 'agent'\ntasks = { name = 'gym', task = 'x', optons = {} }", "Did you mean 'options'?"),
-        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train'?"),
+        ("[optimizer]\nlr = 1.0", "unknown key 'optimizer'. Did you mean 'train' or 'train.optimizer'?"),
         ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Did you mean 'trainer_generates'?"),
         ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Did you mean 'workers_max'?"),
         ("[fleet]\nfirst_seed_s = 3.0", "unknown key 'fleet.first_seed_s'"),

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 6
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/run_in_parallel.py 8
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test test-page test-sinks test-site test-notebook site page test-vllm test-agents test-clients test-cookbook test-ray test-fleet lint check lock licenses dist test-dist format bench slow smollm2 clean
@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall demo
 
-test: $(READY)-dev ## Set up, then run every test but the slow ones, six files at a time
+test: $(READY)-dev ## Set up, then run every test but the slow ones, eight files at a time
 	$(PYTEST)
 
 test-page: $(READY)-dev ## The page in headless Chromium (needs a system Chromium)

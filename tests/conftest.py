@@ -45,7 +45,7 @@ tasks = 4
 hypothesis.settings.register_profile("windfall", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("windfall")
-QUICK_SHARE, QUICK_LEAST = 0.35, 10
+QUICK_SHARE, QUICK_LEAST = 0.25, 10
 """Of the examples of a property test: `make test` tries this share of them, at least so many, and `make slow` all."""
 
 HERE = Path(__file__).parent

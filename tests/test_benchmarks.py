@@ -191,6 +191,7 @@ def test_ranks_on_one_device_agree_with_one_rank(
     assert "one rank from the checkpoint of several: the same version" in out
 
 
+@pytest.mark.slow
 def test_a_long_response_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["long_context", "--device", "cpu", "--model", "tiny", "--tokens", "40"])
     long_context.main()
@@ -216,6 +217,7 @@ def test_budget_on_paper_is_shown_for_every_model(capsys: pytest.CaptureFixture[
     assert any(line.startswith("8B") and line.endswith("fits") for line in lines)
 
 
+@pytest.mark.slow
 def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity", "round robin")})
     affinity, round_robin = agents.simulated(4, groups=1, cache=48_000)
@@ -299,6 +301,7 @@ def test_small_market_of_roses_table_has_as_large_a_share_up() -> None:
         assert table.thinned(changes, 1) == changes
 
 
+@pytest.mark.slow
 def test_seers_table_in_a_small_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert seer_table.median_tokens(22_000, 0.9, 10**9) == pytest.approx(22_000 / math.exp(0.9**2 / 2), rel=1e-6)
     small = replace(seer_table.SETTINGS["Moonlight"], engines=3, groups=15, size=4, mean_tokens=4000, max_tokens=12_000)

@@ -60,6 +60,7 @@ def test_responses_of_a_part_that_has_begun() -> None:
 
 
 @pytest.mark.parametrize("policy", table.POLICIES.values(), ids=table.POLICIES)
+@pytest.mark.slow
 def test_no_pipeline_is_faster_beside_another_one(policy: Policy) -> None:
     speeds = relative_speeds(("0.6B GSM8K", "4B GSM8K"), policy, 4, 1)
     assert all(0.3 < speed <= 1.01 for speed in speeds)

@@ -31,6 +31,7 @@ def request(text: str, **keys: Any) -> PlanRequest:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.slow
 def test_no_alternative_is_more_than_the_tie_ahead_in_the_simulation(staleness: int) -> None:
     small = {"groups": 6, "group_size": 4, "median_tokens": 300.0, "max_tokens": 1024, "staleness": staleness}
     case = b.Case("small", "4xH100 + 2x1xH100:spot", "Qwen3-4B", keys=small)

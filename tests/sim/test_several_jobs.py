@@ -247,6 +247,7 @@ def test_recipes_that_cannot_share_are_refused(recipe: MakeRecipe, sections: dic
         jobs_of([("a.toml", recipe()), ("b.toml", recipe(**sections))])
 
 
+@pytest.mark.slow
 def test_command_prints_both_ways(tmp_path: Path) -> None:
     words = ["sim", HARVEST, HARVEST, *QUICK, "--slice-s", "2", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.app, words, catch_exceptions=False)

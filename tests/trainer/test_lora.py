@@ -249,6 +249,7 @@ def test_engine_with_merged_weights_agrees_with_the_trainer() -> None:
         assert report.skipped == ""
 
 
+@pytest.mark.slow
 def test_reward_rises() -> None:
     """A whole loop in one process: the model learns to say the digits 1 and 2, with weights that are merged for every
     version."""

@@ -29,6 +29,7 @@ def run_sim(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_variants_are_compared(tmp_path: Path) -> None:
     out = run_sim(HARVEST, *QUICK, "--compare", "colocated,restart,windfall", "--seeds", "2", "--out", str(tmp_path))
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.count("%") == 4}

@@ -33,7 +33,7 @@ class ExpertLayer:
     """The experts."""
     count: int
     index: int
-    """Of the decoder layer."""
+    """The number of the decoder layer."""
 
 
 def dtype_of(experts: int) -> Any:

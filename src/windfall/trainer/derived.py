@@ -43,7 +43,7 @@ class Derived:
     longest: int
     """Tokens of the longest prompt and response together, judged by the first tasks."""
     host_share: float = 0.0
-    """Of masters and moments, how much is in host memory."""
+    """How much of the masters and moments is in host memory, from 0 to 1."""
     whole_base: bool = False
     """Whether each of several ranks has the whole base of its adapters."""
     memory: str = ""

@@ -24,7 +24,7 @@ OWN_ENGINE_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Of one rank."""
+    """What the memory of one rank is used for."""
 
     layout: StateLayout
     pack_tokens: int

@@ -58,7 +58,7 @@ class ModelShape:
     vocabulary: int
     tied: bool = False
     experts: int = 0
-    """Of a layer; 0: none. `intermediate` is that of all experts that compute a token."""
+    """How many a layer has; 0 if it has none. `intermediate` is that of all experts that compute a token."""
     chosen: int = 0
     """Experts that compute a token."""
 

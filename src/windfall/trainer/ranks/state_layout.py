@@ -30,15 +30,17 @@ from windfall.errors import WindfallError
 STATE_BYTES = 16
 """What an update reads of a parameter: gradient, master and two moments."""
 EIGHT_BIT_BYTES = 460
-"""The same with moments in 8 bits, by the measured time: it is a chain of operations, and each reads all numbers."""
+"""The bytes that would take as long as an update with moments in 8 bits was measured to take: it is a chain of
+operations, and each reads all numbers."""
 GRADIENT_BYTES = MASTER_BYTES = 4
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}
-"""Of both moments together, by train.optimizer: in 8 bits, 256 numbers share a float32 scale. Vectors have float32
-moments, and some weights smaller blocks; they are few."""
+"""Both moments of a parameter together, by train.optimizer: in 8 bits, 256 numbers share a float32 scale. Vectors have
+float32 moments, and some weights smaller blocks; they are few."""
 
 
 def moment_bytes(optimizer: str, *, adapters: bool) -> float:
-    """Of a trained parameter. `optimizer`: as in the recipe. Many weights of adapters are too small for 8 bits."""
+    """Bytes of both moments of a trained parameter. `optimizer`: as in the recipe. Many weights of adapters are too
+    small for 8 bits."""
     return MOMENT_BYTES["adamw" if adapters else optimizer]
 
 

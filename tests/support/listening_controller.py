@@ -83,14 +83,18 @@ class Site:
         self.gate = Gate("run", TOKEN, log=self.events.instant, max_workers=8)
         self.gate.terms = {"": Terms(model="model-1", engine=SPEC, heartbeat_s=0.1)}
         self.hellos: list[m.Hello] = []
-        file = m.FileRef(digest="d0", nbytes=100)
-        holders = (m.HolderFiles(location="http://_:99", holds=(m.Holding(file=file),)),)
-        self.dispatch.weights.publish(m.PublishedFiles(version=0, digest="d0", files=(file,), holders=holders))
-        self.dispatch.set_offer(Offer(version=0, digest="d0"))
+        self.offer(0)
         self.ended: set[str] = set()
         self.listener = FunctionOwner(turn_ended=self.ended.add, rejected=lambda id, why: None)
         routes = {"/worker": Route(receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=self._accept)}
         self.port = Port("127.0.0.1", 0, routes, None)
+
+    def offer(self, version: int) -> None:
+        """Publish a version and offer it. Workers are asked again and again for one that was not published."""
+        file = m.FileRef(digest=f"d{version}", nbytes=100)
+        holders = (m.HolderFiles(location="http://_:99", holds=(m.Holding(file=file),)),)
+        files = m.PublishedFiles(version=version, digest=file.digest, files=(file,), holders=holders)
+        self.dispatch.set_offer(Offer(version=version, digest=file.digest), files)
 
     async def _accept(self, link: Link) -> None:
         await self.gate.worker(link, self._attend)

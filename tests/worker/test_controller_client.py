@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.listening_controller import SPEC, Site, episode, expected, opened
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.processes.process import EXIT_NO_CONTROLLER
@@ -158,11 +157,11 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
             await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.engine.weights == "d0"
-            for n, digest in ((1, "d1"), (0, "d0")):
-                s.dispatch.set_offer(Offer(version=n, digest=digest))
+            for n in (1, 0):
+                s.offer(n)
                 s.dispatch.open(episode(f"{n}/0", max_tokens=2), s.listener)
-                await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of {digest}")
-                assert w.engine.weights == digest, "the engine has the weights that it says it has"
+                await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of d{n}")
+                assert w.engine.weights == f"d{n}", "the engine has the weights that it says it has"
 
     asyncio.run(main())
 

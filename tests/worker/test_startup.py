@@ -13,7 +13,6 @@ import pytest
 from tests.support.hashing_engine import Hashing
 from tests.support.listening_controller import WAIT_S, episode, expected, opened
 from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import pair
@@ -45,7 +44,7 @@ def test_start_times_are_in_the_event_log(tmp_path: Path) -> None:
         async with opened(tmp_path) as (s, start):
             start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25))
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is ready")
-            s.dispatch.set_offer(Offer(version=1, digest="d1"))
+            s.offer(1)
             s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: "1/0" in s.ended, "a response of the second version")
             first, second = s.named("worker_ready")
@@ -64,7 +63,7 @@ def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
             w = start()
             w.may_build.clear()
             await s.until(lambda: len(w.puller.loads) == 1, "the first version is here")
-            s.dispatch.set_offer(Offer(version=1, digest="d1"))
+            s.offer(1)
             s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: len(w.puller.loads) == 2, "the second is pulled, and nothing was built")
             assert w.engine.weights is None

@@ -77,7 +77,8 @@ BESIDE = tuple(name.replace(".", "/") + "/" for name in parts.OWN)
 CLIENTS = {"client.py": "tinker/"}
 """Files for programs of users, which the program does not import, and the part that each needs."""
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
-PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/", "controller/scheduling/"))] + [
+PURE_FOLDERS = ("algorithms", "controller/directory", "controller/scheduling", "controller/tasks", "controller/workers")
+PURE = [f for f in FILES if f.rpartition("/")[0] in PURE_FOLDERS] + [
     "backoff.py",
     "chosen_experts.py",
     "defaults.py",
@@ -126,7 +127,7 @@ PURE = [f for f in FILES if f.startswith(("algorithms/", "controller/directory/"
     "link/messages.py",
     "weights/manifest.py",
     "weights/delta.py",
-    "weights/plan.py",
+    "weights/publishing/plan.py",
     "weights/ranges.py",
     "trainer/model/activation_memory.py",
     "trainer/ranks/rank_budget.py",

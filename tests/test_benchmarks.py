@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import calibrate_gpu
-from benchmarks.fleet import agents, intake, plan_fit
+from benchmarks.fleet import agents, intake
 from benchmarks.jobs import together
 from benchmarks.papers import rose_table as table
 from benchmarks.papers import seer_table
+from benchmarks.plan import plan_fit
 from benchmarks.serve import beside_vllm as bench
 from benchmarks.serve import coserve
 from benchmarks.staleness import age, curve, learning

@@ -38,9 +38,9 @@ from unittest.mock import patch
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
 from windfall.controller.scheduling.turns import Turns
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.engine.base import Counters, Engine
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe

@@ -3,7 +3,7 @@
     python benchmarks/fleet/autoscaling.py [--steps 24] [--models harvest,spot] [--staleness 2] [--prices 1,3]
                                      [--losses no,yes] [--seed 0] [--no-fixed]
 
-    value        tokens per dollar from measured rates and prices (controller/scheduling/worker_value.py)
+    value        tokens per dollar from measured rates and prices (controller/workers/worker_value.py)
     wait_share   AstraFlow's rule, from the share of the time in which the trainer waits (papers/astraflow.py)
     best fixed   the number of workers with the most tokens per dollar, found by simulating every number in FIXED
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 
 from benchmarks.support.one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
 from windfall.controller.scheduling.balance import Running, WorkerLoad, place, rebalance
-from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.controller.workers.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
 
 ENGINE = StepTime(fixed_s=0.010, each_s=0.00006)

@@ -36,7 +36,7 @@ from typing import Any
 from windfall.controller.directory.directory import Directory
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
-from windfall.controller.scheduling.members import Members
+from windfall.controller.workers.members import Members
 from windfall.link import messages as m
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe

@@ -112,7 +112,7 @@ async def run_trainer(folder: Path) -> int:
     from windfall.trainer.service import TrainerService
     from windfall.training import CheckpointState
     from windfall.weights import buffers
-    from windfall.weights.publish import Publisher
+    from windfall.weights.publishing.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.controller_client import ControllerClient
 
@@ -168,7 +168,7 @@ async def run_trainer(folder: Path) -> int:
 
 async def run_worker(url: str, name: str, factor: float) -> int:
     from benchmarks.support.sleeping_engine import SleepingEngine
-    from windfall.weights.pull import Puller
+    from windfall.weights.pulling.pull import Puller
     from windfall.worker import preemption
     from windfall.worker.controller_client import ControllerClient
 

@@ -29,8 +29,8 @@ import msgspec
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import Patience
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import Patience
+from windfall.controller.workers.versions import Offer
 from windfall.events.log import EventLog
 from windfall.link import handshake
 from windfall.link import messages as m

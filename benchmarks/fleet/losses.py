@@ -31,14 +31,14 @@ import xxhash
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.engine.base import Engine
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Request, Sampling
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 
 SIGMA, SIBLINGS = 0.7, 8

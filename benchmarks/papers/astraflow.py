@@ -17,7 +17,7 @@ import math
 
 from windfall.controller.assembly import Rules
 from windfall.controller.rollout.advisor import Advisor
-from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerAdvice, WorkerKind
+from windfall.controller.workers.worker_value import NOT_YET, RunMeasurements, WorkerAdvice, WorkerKind
 
 MORE_ABOVE = 0.10
 FEWER_BELOW = 0.05

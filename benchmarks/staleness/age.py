@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from windfall.controller.scheduling.admission import Lead
+from windfall.controller.tasks.admission import Lead
 from windfall.events.log import Event, read
 from windfall.recipe.file import load_recipe
 

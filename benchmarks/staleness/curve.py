@@ -35,7 +35,7 @@ from typing import Any
 from unittest.mock import patch
 
 from windfall.controller import generation
-from windfall.controller.scheduling.admission import Admission
+from windfall.controller.tasks.admission import Admission
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe

@@ -28,8 +28,8 @@ from windfall import algorithms
 from windfall.algorithms.base import SampledTokens
 from windfall.algorithms.importance import importance_weights
 from windfall.controller.credit import credit, informative
-from windfall.controller.scheduling.selection import PromptSelection, Replay, outcome
 from windfall.controller.step_batch import StepBatch
+from windfall.controller.tasks.selection import PromptSelection, Replay, outcome
 from windfall.training import Sample
 from windfall.types import Group, Response, Task
 

@@ -34,7 +34,7 @@ from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
 from windfall.training import Sample
-from windfall.weights.publish import Publisher
+from windfall.weights.publishing.publish import Publisher
 
 PEAK = 990e12
 SMALL: dict[str, Any] = {

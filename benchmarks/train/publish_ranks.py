@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windfall.errors import WindfallError
-from windfall.weights.publish import Publisher, RankRows
+from windfall.weights.publishing.publish import Publisher, RankRows
 
 ROWS, COLUMNS = 4096, 1024
 TIMEOUT_S = 300.0

@@ -47,7 +47,7 @@ class ChosenExperts:
         """The position after the last token."""
         return self.start + (len(self.data) // self.width if self.width else 0)
 
-    def add(self, start: int, data: bytes | memoryview, width: int) -> None:
+    def add(self, start: int, data: bytes | bytearray | memoryview, width: int) -> None:
         """Add the experts of tokens from `start` on. Tokens that are known stay as they are; those of a gap become
         unknown."""
         if self.width not in (0, width) or len(data) % width or start < self.start:

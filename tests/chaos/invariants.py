@@ -49,8 +49,8 @@ from windfall.controller.ledger.journal_format import TokenRun
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, seed_of
-from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.tasks.task_gate import TaskGate
+from windfall.controller.workers.members import Member, WorkerState
 from windfall.events.log import Event
 from windfall.link import messages as m
 from windfall.sim.core import loop as loops

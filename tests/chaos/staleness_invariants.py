@@ -20,8 +20,8 @@ from tests.chaos import InvariantBroken
 from tests.chaos.inject import FaultInjector, FaultyLink
 from windfall.controller.ledger.ledger import LedgerEntry
 from windfall.controller.rollout.stream import seed_of
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.workers.versions import Offer
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.training import Sample
 from windfall.types import policy_of

@@ -31,13 +31,13 @@ from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.loading import Loading
 from windfall.controller.rollout.stream import Rollout, Stream
 from windfall.controller.rollout.weight_routes import WeightRoutes
-from windfall.controller.scheduling import admission
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Members, WorkerState
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.task_gate import TaskGate
-from windfall.controller.scheduling.versions import PolicyVersions, VersionWindow
+from windfall.controller.tasks import admission
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.task_gate import TaskGate
+from windfall.controller.workers.borrowing import Borrowing
+from windfall.controller.workers.members import Members, WorkerState
+from windfall.controller.workers.versions import PolicyVersions, VersionWindow
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.training import TrainerLost

@@ -17,8 +17,8 @@ from windfall.controller.fleet_report import FleetReport, read_history
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
-from windfall.controller.scheduling.worker_value import WorkerAdvice
+from windfall.controller.workers.versions import Offer, PolicyVersions
+from windfall.controller.workers.worker_value import WorkerAdvice
 from windfall.events.log import Clock, EventLog
 from windfall.link.messages import Capacity, Stats
 from windfall.recipe.file import parse_recipe

@@ -17,8 +17,8 @@ from windfall.controller.loop import Loop
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.grading import EnvFailures, Grading
 from windfall.controller.rollout.stream import Stopped
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.task_gate import TaskGate
 from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import EvaluationTasks

@@ -18,8 +18,8 @@ from windfall.controller.generation import Generation, PolicyGroups, make_admiss
 from windfall.controller.loop import Loop
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.grading import EnvFailures, Grading
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.task_gate import TaskGate
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe.file import parse_recipe

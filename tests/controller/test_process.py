@@ -25,8 +25,8 @@ from windfall.controller import process as controller
 from windfall.controller.fleet_report import read_history
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.controller.process import ControllerProcess
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import auth

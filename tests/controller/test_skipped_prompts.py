@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from windfall.controller.generation import Generation
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.selection import PromptSelection
-from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.selection import PromptSelection
+from windfall.controller.tasks.task_gate import TaskGate
 from windfall.types import Task
 
 TASK = Task(id="t", prompt="p")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.papers import astraflow_table
 from benchmarks.papers.astraflow import FEWER_BELOW, MORE_ABOVE, SPARE, WaitShareAdvisor, wanted_workers
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.worker_value import NOT_YET, RunMeasurements, WorkerKind
+from windfall.controller.workers.worker_value import NOT_YET, RunMeasurements, WorkerKind
 from windfall.events.log import EventLog
 
 shares = st.floats(0, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fleet import plan_choices as b
+from benchmarks.plan import plan_choices as b
 from tests.support.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command, report

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet import plan_cpu as cpu
+from benchmarks.plan import plan_cpu as cpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 Windfall = Callable[..., tuple[int, str, str]]
@@ -34,7 +34,7 @@ def test_a_plan_is_run_and_checked(windfall: Windfall, here: Path) -> None:
     parts = ("tokens per second", "training, per million", "reserved cpu at $0.50/h", "price per million")
     for part in parts:
         assert part in out
-    # How close they are is measured by benchmarks/fleet/plan_cpu.py: other work on this machine may change by more.
+    # How close they are is measured by benchmarks/plan/plan_cpu.py: other work on this machine may change by more.
     figures = re.search(r"tokens per second +([\d.]+) +([\d.]+)", out)
     assert figures, out
     assert min(map(float, figures.groups())) > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.fleet.expert_routes import write_model
+from benchmarks.kills.expert_routes import write_model
 from windfall.events.log import read
 from windfall.trainer import checkpoint
 

@@ -1,4 +1,4 @@
-"""A run under many faults, with real processes and real signals: `benchmarks/fleet/soak.py`, short and long.
+"""A run under many faults, with real processes and real signals: `benchmarks/kills/soak.py`, short and long.
 
 tests/chaos/test_chaos.py checks the rules under far more faults. Not covered: a machine that loses its memory or
 disk, and a network that loses packets; everything here runs on one machine.

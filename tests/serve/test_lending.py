@@ -25,7 +25,7 @@ from tests.support.lenders import (
 )
 from tests.support.listening_controller import TOKEN, Site
 from tests.support.serving import new_host, run, serving, until
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.engine import factory
 from windfall.errors import WindfallError
 from windfall.link import invitation

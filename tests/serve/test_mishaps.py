@@ -12,7 +12,7 @@ import pytest
 from tests.support.lenders import Weights, lending
 from tests.support.listening_controller import TOKEN
 from tests.support.serving import new_host, run, serving, until
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.serve.lender import Lender
 from windfall.serve.process import ServeOptions, check_address, main

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.task_gate import TaskGate
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.task_gate import TaskGate
 
 
 def admit(admission: Admission) -> list[int]:

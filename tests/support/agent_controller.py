@@ -22,7 +22,7 @@ from windfall.controller.gateway.server import Gateway
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 from windfall.envs.hosting import Numbered
 from windfall.envs.in_process import InProcess

@@ -13,7 +13,7 @@ MODULES = (
     "torch.profiler", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe")),
     "tests.support.rank_processes", "tests.support.weight_writers", "windfall.algorithms", "windfall.models.load",
     "windfall.processes.fork_server", "tests.support.import_server", "windfall.trainer.process",
-    "windfall.weights.publish", "windfall.weights.pull", "windfall.weights.serve",
+    "windfall.weights.publishing.publish", "windfall.weights.pulling.pull", "windfall.weights.serve",
 )  # fmt: skip
 
 for name in MODULES:

@@ -25,7 +25,7 @@ from windfall.models.attention import NAME
 from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.types import Request, Sampling
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 
 
 @cache
@@ -49,7 +49,7 @@ def rollout_spec() -> m.EngineSpec:
 
 
 class Weights(WeightPuller):
-    """A stand-in for weights.pull.Puller, with the weights of `rollout_model`."""
+    """A stand-in for weights.pulling.pull.Puller, with the weights of `rollout_model`."""
 
     reads = True
 

@@ -15,8 +15,8 @@ from tests.support.hashing_engine import Hashing, said
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import Patience, WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import Patience, WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
@@ -24,7 +24,7 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.types import Chunk, Lease, Sampling
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 
 TOKEN = "a token of these tests"
@@ -55,7 +55,7 @@ class Slow(Hashing):
 
 
 class Pulling(WeightPuller):
-    """A stand-in for weights.pull.Puller: weights that it holds are not fetched again."""
+    """A stand-in for weights.pulling.pull.Puller: weights that it holds are not fetched again."""
 
     reads = True
 

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.hashing_engine import STOP, CharacterText
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, seed_of
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.engine.base import Engine
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog

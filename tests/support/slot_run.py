@@ -32,7 +32,7 @@ from windfall.trainer.process import RankPart
 from windfall.trainer.ranks.rank_place import RankPlace
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.types import Response, Sampling
-from windfall.weights.pull import Puller
+from windfall.weights.pulling.pull import Puller
 from windfall.weights.serve import serve
 
 WAIT_S = 60.0

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.fleet.soak import family
+from benchmarks.kills.soak import family
 from windfall.processes import parent_death
 
 LOOP = Path(__file__).parents[1] / "programs" / "tinker_loop.py"

@@ -24,8 +24,8 @@ from tests.support.small_models import VOCABULARY, build
 from tests.support.small_models import engine as new_engine
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer, PolicyVersions
 from windfall.events.log import EventLog
 from windfall.models import attention
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded

@@ -24,8 +24,8 @@ from windfall.controller.ledger.journal import Journal
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout
 from windfall.controller.scheduling.balance import Move
-from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import Member, WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.engine.engine_thread import EngineThread
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog

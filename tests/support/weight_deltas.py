@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from windfall.weights import row_writer
 from windfall.weights.buffers import Buffer
 from windfall.weights.delta import MAX_RATIO, part
 from windfall.weights.manifest import Manifest
-from windfall.weights.plan import Piece
+from windfall.weights.publishing import row_writer
+from windfall.weights.publishing.plan import Piece
 
 
 def encode(

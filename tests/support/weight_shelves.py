@@ -29,8 +29,8 @@ from windfall.weights import bucket as buckets
 from windfall.weights.buffers import Buffer, machine
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import Manifest, TensorEntry, chunk_bounds, hash_chunk, make
+from windfall.weights.pulling.source import Source, SourceBroken, SourceGone, SourceWaits, connect
 from windfall.weights.serve import serve_in_thread
-from windfall.weights.source import Source, SourceBroken, SourceGone, SourceWaits, connect
 
 CHUNK = 1 << 16
 KEY = "a-key-for-tests"

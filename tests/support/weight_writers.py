@@ -26,10 +26,10 @@ import xxhash
 from tests.support.rank_processes import CONTEXT
 from tests.support.weight_shelves import load_for
 from windfall.link.messages import AskRoute, Load, Routed
-from windfall.weights import meeting, row_writer
 from windfall.weights.manifest import Manifest
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller
+from windfall.weights.publishing import meeting, row_writer
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.pulling.pull import Puller
 from windfall.weights.serve import serve
 
 KEY = "a-key-for-tests"

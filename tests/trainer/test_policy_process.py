@@ -16,7 +16,7 @@ import pytest
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.versions import PolicyVersions
+from windfall.controller.workers.versions import PolicyVersions
 from windfall.events.log import EventLog
 from windfall.link import auth
 from windfall.link import messages as m

@@ -19,7 +19,7 @@ from windfall.trainer.optimizer import Optimizer
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import CheckpointState
-from windfall.weights.publish import Publisher
+from windfall.weights.publishing.publish import Publisher
 
 ADAPTERS = {"train": {"lora": {"rank": 2}}}
 

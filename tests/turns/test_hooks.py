@@ -26,7 +26,7 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine
 from windfall.trainer.service import OwnEngine
 from windfall.turns.client import FREE
 from windfall.types import Chunk, Sampling
-from windfall.weights.pull import PulledWeights
+from windfall.weights.pulling.pull import PulledWeights
 from windfall.worker.worker_link import MAX_QUEUED_FRAMES, WorkerLink
 
 

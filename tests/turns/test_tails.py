@@ -15,9 +15,9 @@ from tests.support.small_models import VOCABULARY
 from tests.support.turn_server import Served, served
 from tests.support.two_workers import IDS, WAIT_S, Held, engine, episodes, uninterrupted
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
-from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
+from windfall.controller.workers.worker_speed import WorkerSpeeds
 from windfall.events.log import EventLog
 from windfall.run.commands.in_process import in_process_worker
 from windfall.step_time import StepTime

@@ -13,8 +13,8 @@ import pytest
 from tests.support.weight_shelves import load_for, route_to
 from windfall.link.messages import AskRoute, Load, Routed, SourceRef
 from windfall.weights.manifest import Manifest
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.pulling.pull import Puller
 from windfall.weights.serve import serve
 
 KEY = "a-key-for-tests"

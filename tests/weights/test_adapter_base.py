@@ -11,8 +11,8 @@ import torch
 from tests.support.weight_writers import KEY, State, Writers, model, shards
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller, PullFailed
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.pulling.pull import Puller, PullFailed
 
 
 def adapter(value: float) -> dict[str, torch.Tensor]:

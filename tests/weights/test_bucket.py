@@ -29,11 +29,11 @@ from windfall.weights import bucket as buckets
 from windfall.weights.bucket import BucketFailed, BucketSource, BucketStore, bucket_at, part_bounds
 from windfall.weights.buffers import Buffer, views
 from windfall.weights.held_files import HeldFile
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import Puller, PullFailed
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.publishing.uploads import BucketUploads
+from windfall.weights.pulling.pull import Puller, PullFailed
+from windfall.weights.pulling.source import SourceBroken, SourceWaits, SourceWrong
 from windfall.weights.serve import serve_in_thread
-from windfall.weights.source import SourceBroken, SourceWaits, SourceWrong
-from windfall.weights.uploads import BucketUploads
 
 RUN, KEY = "run", "a-key-for-tests"
 
@@ -288,7 +288,7 @@ def reports() -> list[m.Uploaded]:
 
 @pytest.fixture
 def uploads(store: BucketStore, reports: list[m.Uploaded], monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketUploads]:
-    monkeypatch.setattr("windfall.weights.uploads.FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr("windfall.weights.publishing.uploads.FIRST_WAIT_S", 0.05)
     made = BucketUploads(store, reports.append)
     yield made
     made.close()
@@ -428,7 +428,7 @@ def test_a_reader_leaves_a_broken_bucket(
     published: Callable[..., BucketReader], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     for limit in ("WAIT_S", "ASK_S", "ASK_AGAIN_S", "NO_SOURCE_S"):
-        monkeypatch.setattr(f"windfall.weights.file_sources.{limit}", 0.2)
+        monkeypatch.setattr(f"windfall.weights.pulling.file_sources.{limit}", 0.2)
     reader = published()
     file = reader.publisher.readable[0].held
     assert file is not None

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.weight_deltas import encode
 from windfall.errors import WindfallError
-from windfall.weights import delta, manifest, row_writer
+from windfall.weights import delta, manifest
 from windfall.weights.manifest import WIDTHS, Manifest
+from windfall.weights.publishing import row_writer
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.weights import delta, row_writer
-from windfall.weights.publish import Publisher
+from windfall.weights import delta
+from windfall.weights.publishing import row_writer
+from windfall.weights.publishing.publish import Publisher
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,7 +14,7 @@ from windfall.errors import WindfallError
 from windfall.link.messages import FileRef
 from windfall.weights import manifest
 from windfall.weights.manifest import Manifest, TensorEntry
-from windfall.weights.publish import Publisher
+from windfall.weights.publishing.publish import Publisher
 
 
 def example(version: int = 3) -> Manifest:

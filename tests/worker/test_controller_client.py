@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.listening_controller import SPEC, Site, episode, expected, opened
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.processes.process import EXIT_NO_CONTROLLER

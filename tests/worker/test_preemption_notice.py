@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.listening_controller import episode, expected, opened
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.worker import controller_client
 from windfall.worker.preemption import PreemptionNotice
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.hashing_engine import Hashing
 from tests.support.listening_controller import WAIT_S, episode, expected, opened
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import pair

@@ -12,15 +12,15 @@ import torch  # noqa: F401  # before the threads that would import it
 
 from tests.support.listening_controller import TOKEN, Site, opened
 from tests.support.weight_shelves import ServedShelf, some_bytes
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import UNAUTHENTICATED_BYTES
 from windfall.types import Lease
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.manifest import MAX_CHUNKS, SEAL_BYTES, Manifest, make
-from windfall.weights.pull import Puller
+from windfall.weights.pulling.pull import Puller
 from windfall.worker import controller_client
 
 

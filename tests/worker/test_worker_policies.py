@@ -18,7 +18,7 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Capabilities, Chunk, Lease, Request, Sampling
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 from windfall.worker.controller_client import ControllerClient
 from windfall.worker.worker_link import WorkerLink
 

@@ -44,10 +44,10 @@ from windfall.controller.scheduling.local_time import (
     PredictedLocalTime,
     StepMeasurement,
 )
-from windfall.controller.scheduling.members import Patience
 from windfall.controller.scheduling.placement import Placement
-from windfall.controller.scheduling.task_gate import TaskGate
-from windfall.controller.scheduling.versions import PolicyVersions
+from windfall.controller.tasks.task_gate import TaskGate
+from windfall.controller.workers.members import Patience
+from windfall.controller.workers.versions import PolicyVersions
 from windfall.envs.base import EnvHost
 from windfall.envs.held_out import EvaluationTasks
 from windfall.events.log import Event, EventLog

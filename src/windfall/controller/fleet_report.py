@@ -15,7 +15,7 @@ from windfall.controller.cost import prices
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
-from windfall.controller.scheduling.members import DraftCounts, Member, WorkerState
+from windfall.controller.workers.members import DraftCounts, Member, WorkerState
 from windfall.events.log import Event, EventLog, scan
 from windfall.events.steady_time import SteadyTime
 from windfall.recipe.sections import Recipe

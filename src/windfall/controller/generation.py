@@ -9,7 +9,7 @@
 A run has one Generation, and a PolicyGroups for each policy that is trained; most runs have one policy, "".
 
 With rollout.staleness = 0, the batch of a step is opened when the step begins, and generation stands still until the
-next one: synchronous training. Otherwise generation goes on while the trainer trains (scheduling/admission.py).
+next one: synchronous training. Otherwise generation goes on while the trainer trains (tasks/admission.py).
 
 An error of the stream is raised when a loop next looks for groups, so that a verb is never abandoned halfway. If one
 trainer is lost, the others go on. Once it is replaced, the stream stops until its policy has been restored
@@ -26,10 +26,10 @@ from typing import Any, Protocol
 from windfall.algorithms.base import Algorithm
 from windfall.controller.credit import informative
 from windfall.controller.rollout.stream import Rollout, Stream
-from windfall.controller.scheduling.admission import Admission
-from windfall.controller.scheduling.selection import PromptSelection, Replay
-from windfall.controller.scheduling.task_gate import TaskGate
 from windfall.controller.step_batch import StepBatch
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.tasks.selection import PromptSelection, Replay
+from windfall.controller.tasks.task_gate import TaskGate
 from windfall.errors import WindfallError
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState

@@ -29,8 +29,8 @@ from windfall.controller.credit import credit
 from windfall.controller.generation import PolicyGroups, now_s
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.stream import Stopped
-from windfall.controller.scheduling.admission import Admission
 from windfall.controller.step_batch import StepBatch, describe_updates
+from windfall.controller.tasks.admission import Admission
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Recipe

@@ -19,7 +19,7 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.own_responses import OwnResponses
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.errors import WindfallError
 from windfall.training import NewVersion
 from windfall.types import Response, Sampling

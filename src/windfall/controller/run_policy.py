@@ -21,9 +21,9 @@ from windfall.controller.loop import Loop
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.evaluation import Evaluation
 from windfall.controller.rollout.local_generation import IdleGeneration, LocalGeneration
-from windfall.controller.scheduling.admission import Admission
 from windfall.controller.scheduling.local_time import LocalTimePolicy
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.tasks.admission import Admission
+from windfall.controller.workers.versions import Offer
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.recipe.sections import Recipe

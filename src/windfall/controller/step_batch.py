@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from windfall.controller.scheduling.selection import outcome
+from windfall.controller.tasks.selection import outcome
 from windfall.training import NOT_FINITE, Report
 from windfall.types import Group, Prompt
 

@@ -21,7 +21,7 @@ from typing import Any
 from windfall import algorithms, devices
 from windfall.controller.policy import FleetPolicy
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.engine.factory import build_engine
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog

@@ -34,8 +34,8 @@ LAZY_MODULES = (
     "windfall.worker.process",
     "windfall.trainer.process",
     "windfall.trainer.trainer",
-    "windfall.weights.row_writer",
-    "windfall.weights.publish",
+    "windfall.weights.publishing.row_writer",
+    "windfall.weights.publishing.publish",
     "windfall.weights.serve",
 )
 """Modules that windfall imports inside functions."""

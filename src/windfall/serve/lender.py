@@ -27,7 +27,7 @@ from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
 from windfall.serve.rollout_tenant import RolloutTenant
 from windfall.types import Lease
-from windfall.weights.pull import WeightPuller
+from windfall.weights.pulling.pull import WeightPuller
 from windfall.worker.controller_client import ControllerClient
 from windfall.worker.preemption import PreemptionNotice
 
@@ -50,7 +50,7 @@ class Lender:
     name: str
     device: str
     puller: Callable[[str], WeightPuller]
-    """Makes a weights.pull.Puller for every client, given the token."""
+    """Makes a weights.pulling.pull.Puller for every client, given the token."""
     lease_device: str = ""
     """Name of the device in the lease; empty: as `device`."""
     ssl: tls.SSLContext | None = None

@@ -28,7 +28,7 @@ from windfall.serve.host import Host
 from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives
 from windfall.trainer.derived import text_for
-from windfall.weights.pull import Puller
+from windfall.weights.pulling.pull import Puller
 from windfall.worker.process import is_address
 
 LEAVE_S = 5.0

@@ -12,7 +12,7 @@ from typing import Any
 from windfall import run_folder as folders
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.rollout.stream import Stopped
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import scan
 from windfall.link import network, tls

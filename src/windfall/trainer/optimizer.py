@@ -26,7 +26,7 @@ from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.trainer.ranks.sharding import as_shard, is_sharded, rows
 from windfall.trainer.ranks.state_layout import put_away
 from windfall.training import NOT_FINITE, NOTHING, Adam, Skipped
-from windfall.weights.publish import RankRows
+from windfall.weights.publishing.publish import RankRows
 
 
 class Optimizer:

@@ -22,8 +22,8 @@ from windfall.trainer.slots.slot import Slot
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer
 from windfall.weights import buffers
-from windfall.weights.publish import Publisher
-from windfall.weights.uploads import BucketUploads
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.publishing.uploads import BucketUploads
 
 
 @dataclass(kw_only=True, eq=False)

@@ -59,10 +59,10 @@ from windfall.trainer.trainer import TorchTrainer
 from windfall.training import CheckpointState
 from windfall.weights.bucket import BucketStore, bucket_of_policy, bucket_of_run
 from windfall.weights.held_files import HeldFiles, JoinedFiles
-from windfall.weights.meeting import PublishFailed
-from windfall.weights.publish import Publisher
+from windfall.weights.publishing.meeting import PublishFailed
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.publishing.uploads import BucketUploads
 from windfall.weights.serve import serve, serve_in_thread
-from windfall.weights.uploads import BucketUploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

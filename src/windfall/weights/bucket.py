@@ -34,8 +34,8 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.weights.held_files import HeldFile
 from windfall.weights.manifest import MAX_MANIFEST_BYTES, Manifest, chunk_bounds, decode
+from windfall.weights.pulling.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
 from windfall.weights.ranges import covers
-from windfall.weights.source import SourceBroken, SourceStalled, SourceWaits, SourceWrong
 
 PART_BYTES = 64 << 20
 MAX_PUTS = 8  # at once

@@ -8,7 +8,7 @@ file is being filled; 503: none yet. With `Accept: application/x-windfall-handle
 which bytes of it are verified, in msgpack: a reader on this machine can read them itself.
 
 401: wrong key. 404: not held. 410: withdrawn. 413: the request has a body. 416: no range, or an invalid one.
-weights/publish.py has a drawing of the whole path. Rules:
+weights/publishing/publish.py has a drawing of the whole path. Rules:
 
 - without TLS, the kernel sends from the buffer to the socket, in a thread for every reader, so several cores serve;
 - peers that have not sent the key are limited in time and connections (link/listener.py);

@@ -48,7 +48,7 @@ from windfall.types import Capabilities, Lease
 from windfall.weights.buffers import machine
 from windfall.weights.held_files import HeldFiles, UploadLimit
 from windfall.weights.merged import MergedWeights
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 from windfall.weights.serve import RunningServer, serve_in_thread
 from windfall.worker import preemption
 from windfall.worker.worker_link import BUILD_S, Stalled, WorkerLink

@@ -25,7 +25,7 @@ from windfall.link import auth, invitation, tls
 from windfall.link import messages as m
 from windfall.processes import process
 from windfall.types import Lease
-from windfall.weights.pull import Puller
+from windfall.weights.pulling.pull import Puller
 from windfall.worker import preemption
 from windfall.worker.controller_client import ControllerClient
 

@@ -32,7 +32,7 @@ from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
-from windfall.weights.pull import PulledWeights
+from windfall.weights.pulling.pull import PulledWeights
 
 MAX_QUEUED_FRAMES = 64
 """Number of unsent frames at which the engine waits."""
@@ -48,7 +48,7 @@ SWAP_CHECK_S = 1.0
 """Seconds between checks of whether a swap is late."""
 PULL_S = 150.0
 """A pull without a byte or an error for this long (seconds) hangs. A puller's own limit is shorter,
-also with the attempt that it is in (NO_BYTE_S in weights/file_sources.py)."""
+also with the attempt that it is in (NO_BYTE_S in weights/pulling/file_sources.py)."""
 
 
 class Stalled(Exception):

@@ -17,7 +17,7 @@ from tests.support.small_models import engine as new_engine
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.session import TokenLimits
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.versions import Offer
 from windfall.events.log import EventLog
 from windfall.models import attention
 from windfall.models.load import load

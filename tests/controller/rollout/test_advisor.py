@@ -12,8 +12,8 @@ from windfall.controller.rollout import advisor
 from windfall.controller.rollout.advisor import Advisor
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.worker_value import value_curve
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.worker_value import value_curve
 from windfall.events.log import EventLog
 from windfall.link.messages import Capacity
 from windfall.types import LOCAL, Lease

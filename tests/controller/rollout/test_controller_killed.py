@@ -22,7 +22,7 @@ from tests.support.virtual_fleet import SIZE, TASKS, Crew, roll
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.stream import seed_of
-from windfall.controller.scheduling.members import Patience
+from windfall.controller.workers.members import Patience
 from windfall.types import Response
 
 WAL = "000000.wal"

@@ -15,8 +15,8 @@ from windfall.controller.ledger import ledger as ledgers
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout import loading
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed

@@ -15,8 +15,8 @@ import pytest
 from tests.support.response_owner import FunctionOwner
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer, PolicyVersions
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair

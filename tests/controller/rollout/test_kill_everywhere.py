@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.virtual_fleet import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 from windfall.controller.scheduling import placement
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE

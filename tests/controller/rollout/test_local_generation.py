@@ -18,10 +18,10 @@ from tests.support.virtual_loop import StepLoop
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout
-from windfall.controller.scheduling.borrowing import HOLD_S
 from windfall.controller.scheduling.local_time import LocalPlan, Progress, RemoteFleet, StepMeasurement
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.borrowing import HOLD_S
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages

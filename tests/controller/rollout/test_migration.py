@@ -28,8 +28,8 @@ from tests.support.two_workers import (
 from tests.support.virtual_fleet import relieve
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.scheduling import placement
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.types import Sampling
 from windfall.worker.worker_link import PulledWeights
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
-from windfall.controller.scheduling import members as membership
-from windfall.controller.scheduling.members import Members, Patience, WorkerState
+from windfall.controller.workers import members as membership
+from windfall.controller.workers.members import Members, Patience, WorkerState
 from windfall.events.log import read
 from windfall.link import messages as m
 from windfall.types import LOCAL, Lease

@@ -14,7 +14,7 @@ from tests.support.scripted_engine import Asks, CharacterText
 from windfall.controller.rollout import loading
 from windfall.controller.rollout.loading import REFUSALS, REFUSED_S, Refusals
 from windfall.controller.rollout.stream import Rollout
-from windfall.controller.scheduling.members import Member, Members, WorkerState
+from windfall.controller.workers.members import Member, Members, WorkerState
 from windfall.engine.factory import engine_sizes
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.listening_controller import Worker, episode, expected, opened
-from windfall.controller.scheduling.members import WorkerState
+from windfall.controller.workers.members import WorkerState
 from windfall.types import Capabilities
 
 TOKENS = 300

@@ -13,7 +13,7 @@ from tests.support.scripted_engine import SEED, Asks, Scripted, rolling
 from windfall.controller.ledger.journal_format import TokenRun
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stream
-from windfall.controller.scheduling.versions import PolicyVersions
+from windfall.controller.workers.versions import PolicyVersions
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Recipe

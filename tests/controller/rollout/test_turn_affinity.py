@@ -16,8 +16,8 @@ from tests.support.small_models import engine as new_engine
 from tests.support.two_workers import Held, clone, model
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.events.log import EventLog
 from windfall.recipe.sections import Techniques
 from windfall.run.commands.in_process import in_process_worker

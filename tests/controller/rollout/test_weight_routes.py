@@ -15,8 +15,8 @@ from windfall.controller.directory.traffic import TrafficPrices
 from windfall.controller.fleet_report import FleetReport
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.controller.rollout.dispatch import Dispatch
-from windfall.controller.scheduling.members import WorkerState
-from windfall.controller.scheduling.versions import Offer
+from windfall.controller.workers.members import WorkerState
+from windfall.controller.workers.versions import Offer
 from windfall.events.log import EventLog, read
 from windfall.link import messages as m
 from windfall.link.memory import pair

@@ -12,8 +12,8 @@ from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.scheduling.balance import Running, WorkerLoad
 from windfall.controller.scheduling.kv_room import SAFE, KvLoad, KvRow, moments, more_responses, relieve, usage
-from windfall.controller.scheduling.members import Members
 from windfall.controller.scheduling.placement import Placement
+from windfall.controller.workers.members import Members
 from windfall.step_time import StepTime
 from windfall.types import Lease, Sampling
 

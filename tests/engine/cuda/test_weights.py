@@ -16,7 +16,7 @@ from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.factory import build_engine, build_full_model, build_model
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.weights.publish import Publisher
+from windfall.weights.publishing.publish import Publisher
 
 PLACES = pytest.mark.parametrize(
     "device",

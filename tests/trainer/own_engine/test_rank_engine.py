@@ -19,8 +19,8 @@ from windfall.link.messages import Load
 from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine
 from windfall.trainer.own_engine.trainer_engine import TrainerTurn
 from windfall.types import Request
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import PulledWeights
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.pulling.pull import PulledWeights
 
 REQUEST = Request(id="1", prompt=(5, 9, 13), seed=7, max_tokens=400)
 

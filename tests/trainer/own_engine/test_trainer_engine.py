@@ -18,7 +18,7 @@ from windfall.errors import WindfallError
 from windfall.link.messages import Load, Released, Work
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn, TrainerWeights
 from windfall.types import Request, Sampling
-from windfall.weights.pull import PulledWeights
+from windfall.weights.pulling.pull import PulledWeights
 
 WAIT_S = 10.0
 

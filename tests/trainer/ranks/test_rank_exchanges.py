@@ -25,7 +25,7 @@ from windfall.trainer.ranks.rank_place import RANK_LOST, WEIGHTS_KEY, RankPlace
 from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.training import Sample
 from windfall.weights.bucket import BucketFailed
-from windfall.weights.meeting import PublishFailed
+from windfall.weights.publishing.meeting import PublishFailed
 
 SAMPLES = [
     Sample(ids=(3, 4, 5, 6, 7), targets=(2, 3, 4), behavior=np.full(3, -4.0), advantage=1.0, limit=8)

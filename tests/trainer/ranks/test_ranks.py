@@ -35,7 +35,7 @@ from windfall.trainer.ranks.ranks import Orders, RankLost, TrainerRanks
 from windfall.trainer.ranks.sharding import as_shard, fill, rows, sharded_policy, slice_of
 from windfall.trainer.trainer import TorchTrainer, packs_of_ranks
 from windfall.training import Sample
-from windfall.weights.publish import RankRows
+from windfall.weights.publishing.publish import RankRows
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -17,7 +17,7 @@ from tests.support.rank_processes import CONTEXT, run_ranks
 from windfall.trainer.ranks import ranks as rank_module
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import RankLost, TrainerRanks
-from windfall.weights.publish import RankRows
+from windfall.weights.publishing.publish import RankRows
 
 MATRIX = torch.arange(5 * 40, dtype=torch.float32).reshape(40, 5)
 

@@ -78,7 +78,7 @@ class Episode:
         _extend(self.version_runs, version, len(tokens))
         self.finish = finish
 
-    def take_experts(self, start: int, data: bytes | memoryview, width: int) -> None:
+    def take_experts(self, start: int, data: bytes | bytearray | memoryview, width: int) -> None:
         """Add the chosen experts of tokens from position `start` on, where the prompt ends at 0."""
         if self.experts is None:
             self.experts = ChosenExperts(start=-len(self.prompt))

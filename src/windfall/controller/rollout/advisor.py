@@ -1,4 +1,4 @@
-"""Advises after every step how many workers of each kind would pay off, with the rules of scheduling/worker_value.py.
+"""Advises after every step how many workers of each kind would pay off, with the rules of workers/worker_value.py.
 
 Workers with the same terms, device and price are one kind. A kind with no workers left is remembered: its price and the
 rate of its workers are known, so the advice may be to add workers of that kind again. Spot prices change all day, and
@@ -15,8 +15,8 @@ from dataclasses import replace
 from windfall.controller.cost import prices
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.scheduling.local_time import StepMeasurement
-from windfall.controller.scheduling.members import Member, WorkerState
-from windfall.controller.scheduling.worker_value import RunMeasurements, WorkerAdvice, WorkerKind, advise
+from windfall.controller.workers.members import Member, WorkerState
+from windfall.controller.workers.worker_value import RunMeasurements, WorkerAdvice, WorkerKind, advise
 
 KINDS = 16
 """Number of kinds that are remembered, unless workers of more kinds are here."""

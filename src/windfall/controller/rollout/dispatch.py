@@ -33,12 +33,12 @@ from windfall.controller.ledger.ledger import Ledger, LedgerEntry, Malformed, co
 from windfall.controller.rollout.assignment import work_frames
 from windfall.controller.rollout.loading import MAX_CHARS, Loading, Refusals
 from windfall.controller.rollout.weight_routes import WeightRoutes
-from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.holding import BaseDemand, Holding
-from windfall.controller.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
+from windfall.controller.workers.borrowing import Borrowing
+from windfall.controller.workers.holding import BaseDemand, Holding
+from windfall.controller.workers.members import Member, Members, Patience, WorkerState
+from windfall.controller.workers.versions import Offer, PolicyVersions
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m
@@ -632,7 +632,7 @@ class Dispatch:
 
     def _ready(self, versions: PolicyVersions) -> list[Member]:
         """The workers that get work of this policy. A response that starts on older weights would be older than
-        admission assumes (scheduling/admission.py)."""
+        admission assumes (tasks/admission.py)."""
         name, newest = versions.name, versions.window.newest
         return [w for w in self.members.routable(versions) if w.held[name].version == newest and self._open(w)]
 

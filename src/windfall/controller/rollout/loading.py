@@ -3,7 +3,7 @@
 A worker gets one Load for each of its policies. It carries them out one after the other.
 
 A worker that fails LOAD_TRIES times in a row is drained. A worker that neither fails nor makes progress is found by
-`Members.tick` (scheduling/members.py). Failures while the weights are not served (the trainer is being restarted) do
+`Members.tick` (workers/members.py). Failures while the weights are not served (the trainer is being restarted) do
 not count.
 
 A worker that builds its engine may refuse the model: its self-test measured a difference, or its memory is too small.
@@ -25,9 +25,9 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.ledger.episode import Malformed
 from windfall.controller.ledger.ledger import Ledger
 from windfall.controller.rollout.weight_routes import WeightRoutes
-from windfall.controller.scheduling.borrowing import Borrowing
-from windfall.controller.scheduling.members import Member, Members, WorkerState
-from windfall.controller.scheduling.versions import PolicyVersions, policy_fields
+from windfall.controller.workers.borrowing import Borrowing
+from windfall.controller.workers.members import Member, Members, WorkerState
+from windfall.controller.workers.versions import PolicyVersions, policy_fields
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.link import messages as m

@@ -49,7 +49,7 @@ from windfall.controller.scheduling.local_time import (
     RemoteFleet,
     StepMeasurement,
 )
-from windfall.controller.scheduling.members import Member, WorkerState
+from windfall.controller.workers.members import Member, WorkerState
 from windfall.events.log import EventLog
 
 RETRY_S = 0.05

@@ -10,8 +10,8 @@ from windfall.controller.cost.accounts import Accounts
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import WeightHolder
 from windfall.controller.ledger.episode import Malformed
-from windfall.controller.scheduling.members import Member
-from windfall.controller.scheduling.versions import policy_fields
+from windfall.controller.workers.members import Member
+from windfall.controller.workers.versions import policy_fields
 from windfall.events.log import EventLog
 from windfall.link import messages as m
 from windfall.link.base import clip

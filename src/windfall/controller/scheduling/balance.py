@@ -58,7 +58,7 @@ from itertools import groupby, repeat
 import msgspec
 import numpy as np
 
-from windfall.controller.scheduling.worker_speed import UNKNOWN
+from windfall.controller.workers.worker_speed import UNKNOWN
 from windfall.step_time import StepTime
 
 NEAR = 0.1

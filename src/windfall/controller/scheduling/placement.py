@@ -37,11 +37,11 @@ from windfall.controller.scheduling.balance import ROUND_TRIP_S, Move, Running, 
 from windfall.controller.scheduling.kv_room import NEARLY_FULL, KvLoad, KvRow, more_responses, relieve
 from windfall.controller.scheduling.lengths import LengthPredictor
 from windfall.controller.scheduling.local_time import FleetSpeed
-from windfall.controller.scheduling.members import Member
 from windfall.controller.scheduling.order import by_context
 from windfall.controller.scheduling.tails import keep_merged, merge
 from windfall.controller.scheduling.turns import NextTurn, Turns, route
-from windfall.controller.scheduling.worker_speed import WorkerSpeeds
+from windfall.controller.workers.members import Member
+from windfall.controller.workers.worker_speed import WorkerSpeeds
 from windfall.step_time import StepTime
 
 PREFILL_SHARE = 0.1

@@ -53,7 +53,7 @@ RECOMPUTE = 4 / 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What hardware reaches of its data sheet: the fit of benchmarks/fleet/plan_fit.py to an H200."""
+    """What hardware reaches of its data sheet: the fit of benchmarks/plan/plan_fit.py to an H200."""
 
     launch_s: float = 3.64254e-5
     """Seconds per layer and decode step, whatever the batch."""
@@ -80,7 +80,7 @@ class Efficiency:
     """Factor on all times, fitted to one measured figure of a system."""
     source: str = "fitted to docs/engine-gpu.md, one H200, 2026-11-16"
     held_out: str = "decode 4%, rollout 5%, group 10%, prefill 21%, train 10%, publish 86%"
-    """Mean errors of a fit to some of the figures on the others (benchmarks/fleet/plan_fit.py)."""
+    """Mean errors of a fit to some of the figures on the others (benchmarks/plan/plan_fit.py)."""
 
 
 def elementwise_s(shape: ModelShape, gpu: Gpu, e: Efficiency) -> float:

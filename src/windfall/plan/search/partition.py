@@ -10,7 +10,7 @@ that helps.
 Replica sizes are powers of two, so placing the largest first packs them whenever they can be packed at all, whichever
 machines are preferred: those that train, which need not pull new weights, then those with the best link to them.
 
-`benchmarks/fleet/plan_partition.py` compares it with KaHyPar, a general graph partitioner.
+`benchmarks/plan/plan_partition.py` compares it with KaHyPar, a general graph partitioner.
 """
 
 from __future__ import annotations

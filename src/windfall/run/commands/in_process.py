@@ -13,7 +13,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import pair
 from windfall.types import Lease
-from windfall.weights.pull import PulledWeights
+from windfall.weights.pulling.pull import PulledWeights
 from windfall.worker.worker_link import Pull, WorkerLink
 
 

@@ -23,8 +23,8 @@ from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.evaluation import describe_passes
 from windfall.controller.rollout.grading import EnvFailures
 from windfall.controller.rollout.stream import Rollout, seed_of
-from windfall.controller.scheduling.versions import Offer, PolicyVersions
 from windfall.controller.step_batch import Scores, describe_scores
+from windfall.controller.workers.versions import Offer, PolicyVersions
 from windfall.engine.factory import build_engine
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT

@@ -50,7 +50,7 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepPoint]]:
     for event in steps:
         for kind, rows in (event.get("speeds") or {}).items():
             for batch, step_s, windows in rows:
-                size = round(batch * batch).bit_length()  # half-octaves, as in controller/scheduling/worker_speed.py
+                size = round(batch * batch).bit_length()  # half-octaves, as in controller/workers/worker_speed.py
                 row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
                 for n, x in enumerate((batch * windows, step_s * windows, windows)):
                     row[n] += x

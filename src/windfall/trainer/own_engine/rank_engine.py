@@ -25,8 +25,8 @@ from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTur
 from windfall.weights.buffers import views
 from windfall.weights.manifest import Manifest
 from windfall.weights.merged import MergedWeights
-from windfall.weights.publish import Publisher
-from windfall.weights.pull import Ask, PulledWeights, Puller
+from windfall.weights.publishing.publish import Publisher
+from windfall.weights.pulling.pull import Ask, PulledWeights, Puller
 
 Reading = Callable[[int], AbstractContextManager[Mapping[str, Any] | None]]
 """The weights of a version, which do not change inside the context; None if they are not available."""

@@ -38,7 +38,7 @@ from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.link.messages import Load
 from windfall.types import Capabilities, Chunk, Request
-from windfall.weights.pull import PulledWeights, WeightPuller
+from windfall.weights.pulling.pull import PulledWeights, WeightPuller
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.weights.buffers import write_at
-from windfall.weights.publish import RankRows
+from windfall.weights.publishing.publish import RankRows
 
 PIECE_BYTES = 64 << 20
 """Bytes that are copied from a device, sent or written at a time."""

@@ -33,7 +33,7 @@ from windfall.models import attention
 from windfall.trainer.model.logprobs import PolicyModule
 from windfall.trainer.model.lora import is_adapter
 from windfall.trainer.ranks.ranks import TrainerRanks
-from windfall.weights.publish import RankRows
+from windfall.weights.publishing.publish import RankRows
 
 
 def sharded_policy(

@@ -91,11 +91,7 @@ def prepare(folder: Path, tasks: int, up_s: float) -> Recipe:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.toml"
     if not file.exists():
-        write_tasks(folder / "train.jsonl", 20_000, seed=0, chat=True)
-        write_tasks(folder / "test.jsonl", tasks, seed=1, chat=True)
-        held_out = set((folder / "test.jsonl").read_text().splitlines())
-        rows = [line for line in (folder / "train.jsonl").read_text().splitlines() if line not in held_out]
-        (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in rows))
+        write_tasks(folder, tasks, chat=True)
         places = {"folder": folder.resolve(), "rewards": HERE / "exact.py"}
         file.write_text(RECIPE.format(**places, usd=GPU_USD_PER_H / 5, tasks=tasks, up_s=up_s))
     return load_recipe(file)

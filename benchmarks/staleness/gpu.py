@@ -5,9 +5,10 @@
 
 SmolLM2-135M learns to add and subtract two numbers of one or two digits. The trainer and the workers share the GPU;
 each worker is a process that is killed with SIGKILL after `--up-s` seconds on average and comes back. One run per
-bound, one after another; each is stopped after `--seconds`. Evaluations (greedy, on tasks of another seed) run every
-`--eval-every` steps. The time to a reward is that of the step whose version has it, interpolated between evaluations,
-from the start of the first step; the time that the run stood still for evaluations counts, as a user waits for it.
+bound, one after another; each is stopped after `--seconds`. Evaluations (greedy, on tasks that are not trained on)
+run every `--eval-every` steps. The time to a reward is that of the step whose version has it, interpolated between
+evaluations, from the start of the first step; the time that the run stood still for evaluations counts, as a user
+waits for it.
 """
 
 from __future__ import annotations
@@ -62,17 +63,18 @@ worker_memory = {memory}
 """
 
 
-def write_tasks(path: Path, count: int, seed: int, *, chat: bool) -> None:
-    """Sums and differences of two numbers of one or two digits. `chat`: prompts are messages for a chat template."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            a, b = rng.randint(1, 99), rng.randint(1, 99)
-            sign = rng.choice("+-")
-            text = f"What is {a} {sign} {b}? Answer with the number only."
-            prompt = [{"role": "user", "content": text}] if chat else f"{a}{sign}{b}="
-            row = {"prompt": prompt, "answer": str(a + b if sign == "+" else a - b)}
-            file.write(json.dumps(row) + "\n")
+def write_tasks(folder: Path, held_out: int, *, chat: bool) -> None:
+    """All sums and differences of two numbers of one or two digits, in random order: the first into test.jsonl, the
+    others into train.jsonl. `chat`: prompts are messages for a chat template."""
+    tasks = [(a, sign, b) for a in range(1, 100) for sign in "+-" for b in range(1, 100)]
+    random.Random(0).shuffle(tasks)
+    for name, part in (("test", tasks[:held_out]), ("train", tasks[held_out:])):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for a, sign, b in part:
+                text = f"What is {a} {sign} {b}? Answer with the number only."
+                prompt = [{"role": "user", "content": text}] if chat else f"{a}{sign}{b}="
+                row = {"prompt": prompt, "answer": str(a + b if sign == "+" else a - b)}
+                file.write(json.dumps(row) + "\n")
 
 
 def train(recipe: Path, log: Path, seconds: float) -> None:
@@ -138,8 +140,7 @@ def main() -> None:
     o = parser.parse_args()
     folder = o.out or Path(tempfile.mkdtemp(prefix="staleness-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
-    write_tasks(folder / "train.jsonl", 20_000, 1, chat=o.model != "tiny")
-    write_tasks(folder / "test.jsonl", 600, 2, chat=o.model != "tiny")
+    write_tasks(folder, 256, chat=o.model != "tiny")
     print(f"files in {folder}; time to a held-out reward of {o.reward:g}")
     print(
         "staleness  steps  s/step  trained tok/s  trainer waits  workers lost  too old  drift  gap     time to reward"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windfall.link.messages import Challenge, Message, Refused
+from windfall.link.message_base import Challenge, Message, Refused
 
 MAX_ENV_FRAME_BYTES = 64 << 20  # a call carries all turns of its episode, with their observations
 

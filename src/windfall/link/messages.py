@@ -27,20 +27,13 @@ import msgspec
 import numpy as np
 
 from windfall.algorithms.given import Loss
+from windfall.link.message_base import Challenge, Message, Refused, Value
 from windfall.training import Adam, Sample
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
 PROTOCOL = 20
 MAX_FRAME_BYTES = 48 << 20  # size limit of a worker's frames: a prompt of 100,000 tokens with experts of 48 layers
 MAX_TRAINER_FRAME_BYTES = 256 << 20
-
-
-class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A value within messages."""
-
-
-class Message(Value, frozen=True):
-    """The common base. Decoding refuses a message with a missing field or a field of the wrong type."""
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -115,14 +108,6 @@ class PublishedFiles(Value, frozen=True):
     bucket: str = ""  # its URL, if the files are published there, too; what is being uploaded counts as held
 
 
-class Challenge(Message, frozen=True, tag=1):
-    """Controller to worker or trainer, first message on a link: prove that you know the secret (link/handshake.py)."""
-
-    protocol: int  # PROTOCOL of the controller
-    run: str  # name of the run
-    nonce: bytes  # random bytes that the peer's proof must cover
-
-
 class Hello(Message, frozen=True, tag=2):
     """Worker to controller: the answer to Challenge."""
 
@@ -132,7 +117,7 @@ class Hello(Message, frozen=True, tag=2):
     name: str  # name of the worker, 1 to 64 printable characters
     lease: Lease = Lease()
     model: str = ""  # Fingerprint of the model that the worker has built. Empty: none yet, it will build the run's.
-    held: dict[str, tuple[int, str]] = {}  # version and digest of the weights in its engine, by policy
+    held: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)  # its engine's version and digest, by policy
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
     engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
     lends: bool = False  # It serves requests of its own first (`windfall serve --lend`), and reports its Capacity.
@@ -175,13 +160,6 @@ class Welcome(Message, frozen=True, tag=3):
     stalled_s: float = 60.0  # seconds without an engine step, despite work, after which the worker exits as stuck
     upload_bytes_per_s: float = 0.0  # upper limit for what the worker sends to other workers; 0: none
     policies: tuple[str, ...] = ("",)  # those whose weights it will be asked to load, all on one base
-
-
-class Refused(Message, frozen=True, tag=4):
-    """Controller to worker or trainer, before it closes the link: this peer may not join."""
-
-    why: str
-    again: bool = False  # True if a later attempt may succeed
 
 
 class Work(Value, frozen=True):
@@ -287,7 +265,7 @@ class Tokens(Message, frozen=True, tag=11):
     tokens: bytes  # token ids of all responses, in the order of `handles`: consecutive uint32
     logprobs: bytes  # log-probs of these tokens: consecutive float32
     finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
-    versions: dict[str, int] = {}  # by policy, instead of `version`, if the policies have names
+    versions: dict[str, int] = msgspec.field(default_factory=dict)  # instead of `version`, if policies have names
     experts: bytes = b""  # in a model with experts: those of tokens of all responses, in the order of `handles`
     expert_counts: tuple[
         int, ...

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from windfall.errors import unwritable
-from windfall.page import document
-from windfall.page.runs import read_all
 
 
 def page(
@@ -35,6 +33,9 @@ def page(
 
 def write(runs: list[Path], out: Path, *, samples: bool = True) -> Path:
     """Write one self-contained file. `samples`: include the sampled responses."""
+    from windfall.page import document
+    from windfall.page.runs import read_all
+
     data = {"live": False, "runs": [reader.describe(samples=samples) for reader in read_all(runs)]}
     text = document.html(data, f"{data['runs'][0]['name']} · windfall")
     try:

@@ -33,7 +33,7 @@ from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool import limits, protocol
 from windfall.errors import WindfallError
 from windfall.link import env_messages as e
-from windfall.link.messages import Message
+from windfall.link.message_base import Message
 from windfall.types import Feedback, Task, Turn, prompt_key
 
 TASKS_KEPT = 4096

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from windfall.envs.calls import CallPlace, EnvCall
 from windfall.envs.process_pool import protocol
-from windfall.link.messages import Message
+from windfall.link.message_base import Message
 from windfall.processes import reaper
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")

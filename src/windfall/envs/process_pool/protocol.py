@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from windfall.link import env_messages as e
-from windfall.link.messages import Message
+from windfall.link.message_base import Message
 
 RECORD = struct.Struct("<Qd")
 """The number of the running call (0: none), and when it began to run (CLOCK_MONOTONIC, seconds)."""

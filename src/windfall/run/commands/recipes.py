@@ -9,13 +9,15 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from windfall.errors import WindfallError, nearest, unwritable
-from windfall.recipe.reference import Key
 from windfall.run.commands.options import Json
+
+if TYPE_CHECKING:
+    from windfall.recipe.reference import Key
 
 COLUMNS = {
     "prompt": ("prompt", "question", "problem", "instruction", "input"),

@@ -97,7 +97,7 @@ def test_prometheus_can_scrape_the_newest_values() -> None:
     try:
         tool.write("step", {"reward": 0.5, "odd name": 1.0}, 3, 10.0)
         tool.write("step", {"reward": 0.75}, 4, 11.0)
-        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
     finally:
         tool.close()
@@ -125,7 +125,7 @@ def test_prometheus_own_parser_reads_what_is_served() -> None:
     tool = Prometheus("127.0.0.1:0", 'run {"a"}\\\n')
     try:
         tool.write("step", {"reward": 0.5, "rewards/math{x}": 1e-9, "9 lives": float("inf")}, 3, 10.0)
-        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{tool.port}/metrics", timeout=60) as answer:
             families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
     finally:
         tool.close()

@@ -67,7 +67,7 @@ def asked(folder: Path, ask: Callable[[Service, str], Any], **more: Any) -> Any:
 def status(url: str, token: str, method: str = "GET", body: bytes | None = None) -> int:
     request = urllib.request.Request(url, body, {"Authorization": f"Bearer {token}"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as e:
         code, answer = e.code, json.load(e)
@@ -160,7 +160,7 @@ def test_metrics_and_jobs_say_what_was_spent(tmp_path: Path) -> None:
             client.post("/jobs/a/resume")
         assert client.post("/jobs/a/resume", max_usd=3.0)["state"] == "queued"
         request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {service.token}"})
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             assert 'windfall_job_usd{job="a"} 2.000000' in answer.read().decode()
 
     asked(tmp_path, ask)

@@ -259,14 +259,14 @@ def test_port_recovers_from_descriptor_exhaustion_with_a_short_log() -> None:
     try:
         assert child.stdout is not None
         port = int(child.stdout.readline())
-        connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(100)]
         time.sleep(1.5)
         for connection in connections:
             connection.close()
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as late:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as late:
             late.sendall(UPGRADE)
             assert late.recv(64).startswith(b"HTTP/1.1 101")
-        _, errors = child.communicate("", timeout=20)
+        _, errors = child.communicate("", timeout=120)
     finally:
         child.kill()
         child.wait()

@@ -36,7 +36,7 @@ def url() -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 def pages() -> list[str]:

@@ -57,7 +57,7 @@ async def followed(feed: Feed, ticks: int) -> list[dict[str, Any]]:
     for _ in range(ticks):
         feed.tick()
     task.cancel()
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=60)
     return line.messages()
 
 

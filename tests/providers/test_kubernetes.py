@@ -92,7 +92,7 @@ def test_run_in_its_pod_gets_the_signal_to_stop(tmp_path: Path) -> None:
                 break
             time.sleep(0.05)
         shell.terminate()
-        assert shell.wait(5.0) == 0
+        assert shell.wait(60.0) == 0
     finally:
         shell.kill()
     assert (tmp_path / "saved").exists()

@@ -96,7 +96,7 @@ def test_kills_change_nothing_and_reinforcement_learning_continues(windfall: Win
     thread = threading.Thread(target=kill, args=(Path("runs/sft-2"),))
     thread.start()
     sft(windfall, data)
-    thread.join(10)
+    thread.join(60)
     assert killed == ["controller", "trainer"]
     assert weights(Path("runs/sft-2")) == weights(Path("runs/sft"))
     assert losses(Path("runs/sft-2")) == losses(Path("runs/sft"))

@@ -407,7 +407,7 @@ def test_command_serves_and_drains(tmp_path: Path) -> None:
             data=b'{"prompt": "3+4=", "max_tokens": 4}',
             headers={"Content-Type": "application/json"},
         )
-        assert b"text_completion" in urllib.request.urlopen(request, timeout=20).read()
+        assert b"text_completion" in urllib.request.urlopen(request, timeout=60).read()
         process.send_signal(signal.SIGTERM)
         assert process.wait(240) == 0
         assert process.stdout.read() == "drained\n"

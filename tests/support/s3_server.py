@@ -44,7 +44,7 @@ def request(url: str, method: str, *, wait_s: float = 0.0) -> None:
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
-            urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10).close()
+            urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60).close()
             return
         except urllib.error.HTTPError:
             raise

@@ -40,7 +40,7 @@ class Served:
     def close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(10)
+            self._thread.join(60)
         assert not self._thread.is_alive()
         self.publisher.close()
 
@@ -70,7 +70,7 @@ class Served:
     def ask(self, path: str, *lines: str, key: str = KEY, method: str = "GET", body: bytes = b"") -> bytes:
         """The complete answer of the server to one request, header and body."""
         head = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *lines))
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as s:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as s:
             s.sendall(f"{head}\r\nAuthorization: Bearer {key}\r\n\r\n".encode() + body)
             out = b""
             while piece := s.recv(1 << 16):

@@ -68,7 +68,7 @@ def test_handle_of_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path
 
     opening = threading.Thread(target=attempt, daemon=True)
     opening.start()
-    opening.join(5)
+    opening.join(60)
     assert refused == ["this is not the weight buffer any more"]
     os.close(fd)
 

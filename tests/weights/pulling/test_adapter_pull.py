@@ -119,14 +119,14 @@ def test_pullers_of_one_base_wait_for_each_other(serving: Callable[..., Any]) ->
         reading.append(threading.current_thread().name)
         if not began.is_set():
             began.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             reading.append("end")
         return read(copy, wanted, **how)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
         patch.setattr(LocalCopy, "begin", begin)
         one = threads.submit(s.pull, first, made)
-        assert began.wait(10)
+        assert began.wait(60)
         two, closed = threads.submit(s.pull, second, made), threads.submit(first.close)
         assert not wait([two, closed], 0.2).done
         go_on.set()

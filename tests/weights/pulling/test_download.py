@@ -306,7 +306,7 @@ def test_follows_a_source_that_is_being_filled() -> None:
         time.sleep(0.05)
         assert read.done == list(range(chunk))
         a.fill(read.made.digest, chunk)
-    reading.join(10)
+    reading.join(60)
     assert sorted(read.done) == list(range(6))
     assert not read.asked
 

@@ -117,7 +117,7 @@ def test_every_chunk_passes_through_a_chain_as_soon_as_it_is_verified(
         expected = Holding(file=made.ref, ranges=((0, bounds[chunk + 1]),) if chunk < CHUNKS - 1 else ())
         wait_until(lambda expected=expected: all(r.puller.files.describe() == (expected,) for r in chain))
     for t in threads:
-        t.join(10)
+        t.join(60)
     assert all(r.has_data() and not r.asked for r in chain)
     source.close()
 
@@ -126,8 +126,8 @@ def test_a_follower_may_begin_before_its_source(trainer: ServedShelf, reader: Ca
     a, b = reader("a"), reader("b")
     following = b.pull(a.ref)
     time.sleep(0.2)
-    a.pull(trainer.ref).join(10)
-    following.join(10)
+    a.pull(trainer.ref).join(60)
+    following.join(60)
     assert b.has_data()
     assert not b.asked
     (use,) = b.puller._used
@@ -155,7 +155,7 @@ def test_a_source_that_is_killed_at_any_stage_is_replaced(
 
     proxy = Proxy(peer.port, die)
     b = reader("b", parallel=1)
-    b.pull(SourceRef(id="peer", kind="peer", location=proxy.url), trainer.ref).join(20)
+    b.pull(SourceRef(id="peer", kind="peer", location=proxy.url), trainer.ref).join(60)
     assert b.has_data()
     assert b.why <= {("peer", "unreachable")}
     assert bool(b.why) == dead.is_set()
@@ -179,7 +179,7 @@ def test_a_reader_that_is_killed_at_any_chunk_stops_none_of_its_followers(
     wait_until(lambda: len(b.puller.files.describe()) == 1 and (not chunks or _size(c) == made.bounds()[chunks]))
     a.close()
     for t in threads:
-        t.join(20)
+        t.join(60)
     assert b.has_data()
     assert c.has_data()
     assert {source for source, _ in b.why} == {"a"}
@@ -201,7 +201,7 @@ def test_a_liar_is_found_out_and_its_followers_get_none_of_its_bytes(
     a, b = reader("a"), reader("b")
     threads = [a.pull(liar.ref, trainer.ref), b.pull(a.ref)]
     for t in threads:
-        t.join(20)
+        t.join(60)
     assert a.has_data()
     assert b.has_data()
     assert a.why == {(liar.ref.id, "wrong")}
@@ -220,7 +220,7 @@ def test_a_peer_that_stalls_is_replaced_and_reported(trainer: ServedShelf, reade
 
     proxy = Proxy(peer.port, stall)
     b, started = reader("b", parallel=1), time.monotonic()
-    b.pull(SourceRef(id="peer", kind="peer", location=proxy.url), trainer.ref).join(20)
+    b.pull(SourceRef(id="peer", kind="peer", location=proxy.url), trainer.ref).join(60)
     assert b.has_data()
     assert b.why == {("peer", "stalled")}
     assert 2.5 <= time.monotonic() - started < 15
@@ -240,7 +240,7 @@ def test_a_copy_that_is_withdrawn_while_it_is_read_is_replaced(
     reading = b.pull(peer.ref)
     wait_until(lambda: _size(b) == 3 * CHUNK)
     peer.withdraw(made.digest)
-    reading.join(20)
+    reading.join(60)
     assert b.has_data()
     peer.close()
 
@@ -252,10 +252,10 @@ def test_a_load_that_is_stopped_goes_on_where_it_was(trainer: ServedShelf, reade
     reading = a.pull(peer.ref)
     wait_until(lambda: _size(a) == 4 * CHUNK)
     a.stop.set()
-    reading.join(10)
+    reading.join(60)
     assert a.puller.held is None
     before, a.stop = a.puller.bytes_received, threading.Event()
-    a.pull(trainer.ref).join(10)
+    a.pull(trainer.ref).join(60)
     assert a.has_data()
     assert a.puller.bytes_received - before == len(DATA) - 4 * CHUNK
     peer.close()

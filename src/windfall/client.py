@@ -139,13 +139,13 @@ class Client:
         id = quote(call, safe="/:")
         while True:
             found = await self.request("GET", f"windfall/outcome/{id}")
-            if isinstance(found, c.CallFailed):
+            if isinstance(found, c.FailedCall):
                 raise WindfallError(found.message, where=f"call {call}")
             if found is not None:
                 return found
 
     async def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request: JSON, a result, a CallFailed, or None if there is none yet."""
+        """The answer to a request: JSON, a result, a FailedCall, or None if there is none yet."""
         began_s, tries, why = time.monotonic(), 0, ""
         while True:
             try:

@@ -92,6 +92,6 @@ def test_other_results(result: c.Result, kind: str, expected: dict[str, object])
 
 def test_the_category_of_a_failure_is_one_that_the_sdk_knows() -> None:
     for user, category in ((True, "User"), (False, "Server")):
-        found = answers.failed(c.CallFailed(message="no", user=user))
+        found = answers.failed(c.FailedCall(message="no", user=user))
         assert found["error"] == "no"
         assert tinker.types.RequestErrorCategory(found["category"]).name == category

@@ -12,7 +12,7 @@ from windfall.tinker.accounts.keys import ApiAccount, Keys
 from windfall.tinker.disk.call_log import CLONE, KEPT_S, CallLog, Entry
 from windfall.tinker.disk.store import TinkerStore
 
-ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-key") for name in ("alice", "bob"))
+ALICE, BOB = (ApiAccount(name=name, key=f"tml-{name}-secret") for name in ("alice", "bob"))
 DONE = c.Stepped(metrics={"lr": 0.5})
 
 
@@ -36,10 +36,10 @@ def play(folder: Path, script: Callable[[TinkerStore], Awaitable[None]]) -> None
 
 def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, entries = CallLog(store, Keys({})), [entry(n) for n in range(300)]
+        log, entries = CallLog(store, keys := Keys({})), [entry(n) for n in range(300)]
         for each in (*entries, entry(CLONE + 1)):
             log.add(each)
-        assert log.open_calls("alice") == 301
+        assert keys.open_calls["alice"] == 301
         found, cursor = list[str](), 0
         for n in (100, 1, 199):
             await asyncio.gather(*(log.done(e, DONE) for e in entries[len(found) : len(found) + n]))
@@ -47,7 +47,7 @@ def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
             found += [e.id for e in new]
         assert found == [e.id for e in entries]
         assert await log.completions("s", 0, cursor, 0.01) == (cursor, [])
-        assert log.open_calls("alice") == 1
+        assert keys.open_calls["alice"] == 1
 
     play(tmp_path, script)
 
@@ -75,10 +75,10 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
         assert log.get(unseen.id) is None
 
     async def next_server(store: TinkerStore) -> None:
-        log = CallLog(store, Keys({}))
+        log = CallLog(store, keys := Keys({}))
         assert [[e.id for e in found] for found in log.restore()] == [["s/2"], ["s/3"]]
-        assert log.open_calls("alice") == 1
-        assert log.open_bytes("alice") == entry(2).size
+        assert keys.open_calls["alice"] == 1
+        assert keys.open_bytes["alice"] == entry(2).size
         again = log.get("s/3")
         assert again is not None
         assert await log.outcome(again, 0.0) == c.Done(result=DONE, size=again.size)

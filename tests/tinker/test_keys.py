@@ -28,7 +28,7 @@ def test_limits_of_an_account(tmp_path: Path) -> None:
     file.write_text('[alice]\nkey = "tml-alice-0123"\nmodels = 1\ncalls = 2\n[bob]\nkey = "tml-bob-012345"\n')
     found = keys.load(file, tmp_path)
     alice, bob = found.account("tml-alice-0123"), found.account("tml-bob-012345")
-    found.open_calls = lambda account: 2
+    found.open_calls["alice"] = found.open_calls["bob"] = 2
     with pytest.raises(Refusal, match="1 models, which is its limit"):
         found.check_models(alice, 1)
     with pytest.raises(Refusal, match="2 calls without a result"):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server
         while client.session.id in service.sessions.open or not model.unloaded:
             client.session.seen = 0.0
             await asyncio.sleep(0.02)
-        assert isinstance(await server.outcome(late.id), c.CallFailed | c.Stepped)
+        assert isinstance(await server.outcome(late.id), c.FailedCall | c.Stepped)
         failed = await server.outcome(waits.id)
         assert "has ended" in failed.message
         kept = service.weights.folder(named.path)
@@ -260,7 +259,7 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
             (client.next(c.RefusedCall, message="so says the wire"), "so says the wire"),
         ):
             failed = await client.result(call)
-            assert isinstance(failed, c.CallFailed)
+            assert isinstance(failed, c.FailedCall)
             assert why in failed.message
         sampler = (await service.samplers.create(ALICE, client.session.id, 5, base="tiny")).id
         for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
@@ -304,11 +303,11 @@ def test_calls_up_to_the_limit_do_not_keep_out_the_one_that_they_wait_for(
     server: Server, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     async def script(server: Server) -> None:
-        log, client = server.service.calls, await Client.open(server, BOB)
+        used, client = server.service.keys, await Client.open(server, BOB)
         first, *others, last = [client.gradient(IDS[0]) for _ in range(4)]
-        calls, held = log.open_calls("bob"), log.open_bytes("bob")
+        calls, held = used.open_calls["bob"], used.open_bytes["bob"]
         if limit == "calls":
-            client.account = replace(BOB, calls=calls + 2)
+            client.account = BOB.model_copy(update={"calls": calls + 2})
         else:
             monkeypatch.setattr(keys, "OPEN_BYTES", held + 2 * len(c.encode(first)))
         entries = [await client.entry(call) for call in others]
@@ -318,7 +317,7 @@ def test_calls_up_to_the_limit_do_not_keep_out_the_one_that_they_wait_for(
         entries.append(await client.entry(first))
         for entry in entries:
             assert isinstance(await server.outcome(entry.id, BOB), c.ForwardResult)
-        assert (log.open_calls("bob"), log.open_bytes("bob")) == (calls, held)
+        assert (used.open_calls["bob"], used.open_bytes["bob"]) == (calls, held)
         assert isinstance(await client.result(last), c.ForwardResult)
 
     server.play(script)
@@ -336,7 +335,7 @@ def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
             cursor, done = await server.service.completions(ALICE, sampler, 0, cursor, 5.0)
             assert seen.isdisjoint(entry.id for entry in done)
             seen |= {entry.id for entry in done}
-        assert server.service.calls.open_calls("alice") == 0
+        assert server.service.keys.open_calls["alice"] == 0
         server.service.calls.retrieved(ALICE, list(seen))
         assert not any(entry.result for entry in entries)
         assert isinstance(await server.outcome(entries[0].id), c.Sampled)  # from disk

@@ -37,7 +37,7 @@ from windfall.step_time import LearnedStepTime
 CHUNK = 512
 FIRST_ROWS = 16
 LEAST_ROWS = 2048
-"""A step of serving may always have so many rows."""
+"""A step may always have at least this many rows, however long it takes."""
 MAX_PREFILLS = 8
 
 

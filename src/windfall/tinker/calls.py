@@ -217,7 +217,7 @@ class Done:
     """Bytes of the result."""
 
 
-class CallFailed(msgspec.Struct, frozen=True, kw_only=True):
+class FailedCall(msgspec.Struct, frozen=True, kw_only=True):
     """The call was refused or failed; it changed nothing."""
 
     message: str
@@ -225,7 +225,7 @@ class CallFailed(msgspec.Struct, frozen=True, kw_only=True):
     """The caller can correct it."""
 
 
-Outcome = Pending | Done | CallFailed
+Outcome = Pending | Done | FailedCall
 
 
 class Refusal(Exception):
@@ -253,7 +253,7 @@ def _decode_array(kind: type, value: Any) -> np.ndarray:
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_array).decode
 decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_hook=_decode_array).decode
-decode_failed: Callable[[bytes], CallFailed] = msgspec.msgpack.Decoder(CallFailed).decode
+decode_failed: Callable[[bytes], FailedCall] = msgspec.msgpack.Decoder(FailedCall).decode
 
 
 def digest(body: bytes) -> bytes:

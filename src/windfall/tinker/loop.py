@@ -32,7 +32,7 @@ from windfall.tinker.disk.store import TinkerStore
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots, Trainers, TrainSlots
 from windfall.tinker.service import TinkerService
-from windfall.tinker.shared import ServerTerms, Shared
+from windfall.tinker.shared import ServerTerms, SharedParts
 from windfall.tinker.wire.server import TinkerServer
 from windfall.training import AdapterSpec, CheckpointState
 
@@ -95,7 +95,7 @@ class TinkerLoop:
             self._version = self._read_version(store)
             await trainers.ready()
             sampler, accounts = self._sampler(text(BASE)), keys.load(self.section.accounts, self.folder)
-            shared = Shared(
+            shared = SharedParts(
                 store=store, keys=accounts, calls=CallLog(store, accounts), terms=self._terms(), trainers=trainers,
                 log=life.events.instant,
             )  # fmt: skip

@@ -22,8 +22,8 @@ from windfall.tinker.disk.records import Sampler
 from windfall.tinker.disk.saved_weights import SavedWeights
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots
-from windfall.tinker.sessions import Sessions
-from windfall.tinker.shared import Attempts, Shared
+from windfall.tinker.sessions import ClientSessions
+from windfall.tinker.shared import Attempts, SharedParts
 from windfall.training import TrainerLost
 
 KEPT_UNNAMED, UNUSED_S = 16, 3600.0
@@ -32,8 +32,8 @@ KEPT_UNNAMED, UNUSED_S = 16, 3600.0
 
 class Samplers:
     def __init__(
-        self, shared: Shared, sessions: Sessions, weights: SavedWeights, slots: SampleSlots, fleet: FleetSampler, *,
-        base_policy: str,
+        self, shared: SharedParts, sessions: ClientSessions, weights: SavedWeights, slots: SampleSlots,
+        fleet: FleetSampler, *, base_policy: str,
     ) -> None:  # fmt: skip
         """`base_policy`: the policy without an adapter."""
         self._shared, self._sessions, self._weights, self._slots = shared, sessions, weights, slots
@@ -159,10 +159,10 @@ class Samplers:
                 await shared.trainers.ready()
                 result = await self._sampled(sampler, entry, call)
             except WindfallError as e:
-                await shared.calls.done(entry, c.CallFailed(message=str(e)))
+                await shared.calls.done(entry, c.FailedCall(message=str(e)))
             except TrainerLost as e:
                 if why := attempts.exhausted(e):
-                    await shared.calls.done(entry, c.CallFailed(message=why, user=False))
+                    await shared.calls.done(entry, c.FailedCall(message=why, user=False))
                 await shared.trainers.lost(e)
             else:
                 tokens = sum(len(sequence.tokens) for sequence in result.sequences)

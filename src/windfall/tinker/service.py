@@ -36,8 +36,8 @@ from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots, TrainSlots
 from windfall.tinker.models.client_models import ClientModels
 from windfall.tinker.samplers import Samplers
-from windfall.tinker.sessions import Sessions
-from windfall.tinker.shared import Shared
+from windfall.tinker.sessions import ClientSessions
+from windfall.tinker.shared import SharedParts
 from windfall.training import TrainerLost
 
 TIDY_S = 5.0
@@ -45,7 +45,7 @@ TIDY_S = 5.0
 
 class TinkerService:
     def __init__(
-        self, folder: Path, shared: Shared, train: TrainSlots, sample: SampleSlots, fleet: FleetSampler, *,
+        self, folder: Path, shared: SharedParts, train: TrainSlots, sample: SampleSlots, fleet: FleetSampler, *,
         base_policy: str, save_updates: int, progress: Callable[[int], None] = lambda calls: None,
     ) -> None:  # fmt: skip
         """`folder`: of saved weights. `base_policy`: the policy without an adapter. `save_updates`: updates of a model
@@ -53,9 +53,8 @@ class TinkerService:
         self.shared, self.terms, self.keys, self.calls = shared, shared.terms, shared.keys, shared.calls
         self._train, self._progress = train, progress
         self.bill = AccountBill()
-        self.keys.open_calls, self.keys.open_bytes = self.calls.open_calls, self.calls.open_bytes
         self.keys.usd = lambda account: self.bill.usd(account)
-        self.sessions = Sessions(shared.store, shared.log)
+        self.sessions = ClientSessions(shared.store, shared.log)
         self.weights = SavedWeights(folder / "models", shared.store)
         self.samplers = Samplers(shared, self.sessions, self.weights, sample, fleet, base_policy=base_policy)
         self.models = ClientModels(
@@ -76,7 +75,7 @@ class TinkerService:
             self._begin(entry)
         for entry in sorted(repeated, key=lambda entry: entry.seq):
             self.models.repeat(entry)
-        # Sessions that a killed server was about to end.
+        # ClientSessions that a killed server was about to end.
         held = [m.session for m in self.models.all.values() if not m.unloaded]
         held += [s.session for s in self.samplers.all.values()]
         for id in {*held} - self.sessions.open.keys():

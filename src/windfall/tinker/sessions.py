@@ -17,7 +17,7 @@ from windfall.tinker.disk.records import TinkerSession
 from windfall.tinker.disk.store import TinkerStore
 
 
-class Sessions:
+class ClientSessions:
     def __init__(self, store: TinkerStore, log: Callable[..., None]) -> None:
         """`log`: logs an event."""
         self._store, self._log = store, log

@@ -18,9 +18,9 @@ from windfall.tinker.models.adapter_slots import Trainers
 from windfall.training import AdapterSpec, TrainerFailed, TrainerLost
 
 FAILURES = 3
-"""A call with which a trainer fails so often is given up: others could not be performed either."""
+"""If the trainer fails this often with a call, the call is given up: no other could be performed either."""
 LOSSES = 8
-"""A call during which so many trainers are lost for another reason, such as a kill, is given up."""
+"""If the trainer is lost this often during a call for another reason, such as a kill, the call is given up."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Tasks:
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
-class Shared:
+class SharedParts:
     store: TinkerStore
     keys: Keys
     calls: CallLog

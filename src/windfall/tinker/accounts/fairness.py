@@ -73,11 +73,11 @@ class Queues(Generic[T]):
 
 
 @dataclass(eq=False)
-class TrainerTurn:
+class AccountTurn:
     """The time in which an account has the trainer."""
 
     account: str
-    _end: Callable[[TrainerTurn], None]
+    _end: Callable[[AccountTurn], None]
     counted_s: float = 0.0
     """Its seconds are counted until then (monotonic clock)."""
 
@@ -88,17 +88,17 @@ class TrainerTurn:
 
 class TrainerTurns:
     def __init__(self) -> None:
-        self._queues = Queues[TrainerTurn]()
-        self._turn: TrainerTurn | None = None
+        self._queues = Queues[AccountTurn]()
+        self._turn: AccountTurn | None = None
         self._recent: dict[str, tuple[float, float]] = {}
         """The seconds that each account used of late, and when that was computed."""
         self._used: dict[str, float] = {}
         """The seconds that each account has used since `take`."""
 
     @contextlib.asynccontextmanager
-    async def turn(self, account: str, *, short: bool = False) -> AsyncIterator[TrainerTurn]:
+    async def turn(self, account: str, *, short: bool = False) -> AsyncIterator[AccountTurn]:
         """Have the trainer, until the turn is ended or this is left. `short`: for milliseconds."""
-        turn = TrainerTurn(account, self._ended)
+        turn = AccountTurn(account, self._ended)
         try:
             if self._turn is None:
                 self._begin(turn)
@@ -108,10 +108,10 @@ class TrainerTurns:
         finally:
             turn.end()
 
-    def _begin(self, turn: TrainerTurn) -> None:
+    def _begin(self, turn: AccountTurn) -> None:
         self._turn, turn.counted_s = turn, time.monotonic()
 
-    def _ended(self, turn: TrainerTurn) -> None:
+    def _ended(self, turn: AccountTurn) -> None:
         if self._turn is not turn:  # it has ended before, or never began
             return
         self._count()

@@ -17,10 +17,10 @@ import hmac
 import os
 import secrets
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,33 +31,35 @@ PREFIX = "tml-"
 """Clients accept only keys that begin so."""
 ONLY = "default"
 """The account of a server without a file of accounts."""
+KEY_FILE = "tinker.key"
+"""The file in the folder of the run with the key of this account."""
 OPEN_BYTES = 1 << 30
 """Most bytes of an account's calls without a result: the server has them in memory."""
 Usage = dict[str, float]
 
 
+Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A limit; 0: there is none."""
+
+
 class AccountTable(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """The table of an account in the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str = Field(pattern=rf"^{PREFIX}[\x21-\x7e]{{8,}}$")
     models: int = Field(default=0, ge=0)
-    calls: int = Field(default=0, ge=0)
-    max_usd: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    disk_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ApiAccount:
-    name: str
-    key: str
-    models: int = 0
     """Most models at the same time. 0: no limit."""
-    calls: int = 0
+    calls: int = Field(default=0, ge=0)
     """Most calls without a result. 0: no limit."""
-    max_usd: float = 0.0
-    """Its bill above which it can make no more calls. 0: no limit."""
-    disk_gb: float = 0.0
-    """Size of its saved weights above which it can save no more. 0: no limit."""
+    max_usd: Limit = 0.0
+    """Its bill above which it can make no more calls."""
+    disk_gb: Limit = 0.0
+    """Size of its saved weights above which it can save no more."""
+
+
+class ApiAccount(AccountTable):
+    name: str
 
 
 class Keys:
@@ -67,10 +69,8 @@ class Keys:
         self._read: tuple[int, ...] | None = ()
         """The state of the file that was read last."""
         self._usage: dict[str, Usage] = {}
-        self.open_calls: Callable[[str], int] = lambda account: 0
-        """How many calls of an account have no result."""
-        self.open_bytes: Callable[[str], int] = lambda account: 0
-        """How many bytes these calls have."""
+        self.open_calls, self.open_bytes = Counter[str](), Counter[str]()
+        """How many calls of each account have no result, and how many bytes these have."""
         self.usd: Callable[[str], float] = lambda account: 0.0
         """The bill of an account."""
 
@@ -107,9 +107,9 @@ class Keys:
         self._check_usd(account)
         if awaited:
             return
-        if account.calls and (count := self.open_calls(account.name)) >= account.calls:
+        if account.calls and (count := self.open_calls[account.name]) >= account.calls:
             raise Refusal(429, f"account {account.name} has {count} calls without a result, which is its limit")
-        if (held := self.open_bytes(account.name)) + size > OPEN_BYTES:
+        if (held := self.open_bytes[account.name]) + size > OPEN_BYTES:
             what = f"account {account.name} has {held >> 20} MiB of calls without a result, of at most"
             raise Refusal(429, f"{what} {OPEN_BYTES >> 20}; send this call again later")
 
@@ -146,7 +146,7 @@ class Keys:
 def load(file: Path | None, folder: Path) -> Keys:
     """The accounts of a file, or the only one, whose key is in the folder of the run."""
     if file is None:
-        return Keys({ONLY: ApiAccount(name=ONLY, key=make_key(folder))})
+        return Keys({ONLY: _account(ONLY, {"key": make_key(folder)}, folder / KEY_FILE)})
     found = Keys({}, file)
     found.read_again()
     return found
@@ -180,13 +180,13 @@ def _account(name: str, table: Any, file: Path) -> ApiAccount:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, (name, *first["loc"])))
-        fix = f'A key is "{PREFIX}" and at least 8 printable characters; limits are whole numbers.'
+        fix = f'A key is "{PREFIX}" and at least 8 printable characters; limits are numbers from 0 on.'
         raise WindfallError(first["msg"], where=f"{file}: {where}", fix=fix) from e
 
 
 def make_key(folder: Path) -> str:
     """The key of the only account: that of the last start, or a new one."""
-    path = folder / "tinker.key"
+    path = folder / KEY_FILE
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -94,6 +94,6 @@ class ServerReport:
         return {
             "sessions": sum(session.account == name for session in service.sessions.open.values()),
             "models": sum(m.account == name and not m.unloaded for m in service.models.all.values()),
-            "open_calls": service.keys.open_calls(name),
+            "open_calls": service.keys.open_calls[name],
             **service.keys.usage(name),
         }

@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,13 +79,9 @@ def call_id(owner: str, seq: int) -> str:
 
 class CallLog:
     def __init__(self, store: TinkerStore, keys: Keys) -> None:
-        """`keys`: count what accounts have used."""
+        """`keys`: counts what accounts have used, and their calls without a result."""
         self._store, self._keys = store, keys
         self._entries: dict[str, Entry] = {}
-        self._open: Counter[str] = Counter()
-        """How many calls of each account have no result."""
-        self._open_bytes: Counter[str] = Counter()
-        """How many bytes they have."""
         self._completed: dict[tuple[str, int], list[Entry]] = defaultdict(list)
         """Calls of each sampler and clone that have a result, in the order of `done`."""
         self._news: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
@@ -143,17 +139,9 @@ class CallLog:
         wanted = set(owners)
         return [e for e in self._entries.values() if e.done is None and (e.model in wanted or e.sampler in wanted)]
 
-    def open_calls(self, account: str) -> int:
-        """How many calls of an account have no result."""
-        return self._open[account]
-
-    def open_bytes(self, account: str) -> int:
-        """How many bytes the calls of an account have that have no result."""
-        return self._open_bytes[account]
-
     def _opened(self, entry: Entry) -> None:
-        self._open[entry.account] += 1
-        self._open_bytes[entry.account] += entry.size
+        self._keys.open_calls[entry.account] += 1
+        self._keys.open_bytes[entry.account] += entry.size
 
     def add(self, entry: Entry) -> None:
         """A new call. It may be performed, but its id must not be told before `written`."""
@@ -175,11 +163,11 @@ class CallLog:
         self._entries[entry.id] = entry
 
     async def done(
-        self, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement, repeated: bool = False
+        self, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement, repeated: bool = False
     ) -> None:
         """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
-        self._open_bytes[entry.account] -= entry.size
-        entry.result, entry.failed = c.encode(result), isinstance(result, c.CallFailed)
+        self._keys.open_bytes[entry.account] -= entry.size
+        entry.result, entry.failed = c.encode(result), isinstance(result, c.FailedCall)
         entry.size = len(entry.result)
         entry.done = self._last_done = max(time.time(), self._last_done + 2e-6)  # so that cursors differ
         body = "body" if repeated else "null"
@@ -197,7 +185,7 @@ class CallLog:
         """Tell who waits that the result of a call is on disk."""
         if written.exception() is not None:
             return  # the store ends the server
-        self._open[entry.account] -= 1
+        self._keys.open_calls[entry.account] -= 1
         entry.event.set()
         if entry.sampler:
             self._completed[_key(entry)].append(entry)
@@ -209,9 +197,9 @@ class CallLog:
         for entry in entries:
             if entry.task is not None:
                 entry.task.cancel()
-        await asyncio.gather(*(self.done(entry, c.CallFailed(message=why)) for entry in entries))
+        await asyncio.gather(*(self.done(entry, c.FailedCall(message=why)) for entry in entries))
 
-    async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.CallFailed | None:
+    async def outcome(self, entry: Entry, wait_s: float) -> c.Done | c.FailedCall | None:
         """What came of a call; waits for it for at most `wait_s`. None: nothing yet."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):

@@ -23,7 +23,7 @@ import msgspec
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.tinker.accounts.fairness import TrainerTurn
+from windfall.tinker.accounts.fairness import AccountTurn
 from windfall.tinker.accounts.keys import ApiAccount
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.call_log import Entry, call_id
@@ -34,8 +34,8 @@ from windfall.tinker.models import call_checks
 from windfall.tinker.models.adapter_slots import TrainSlots
 from windfall.tinker.models.model import Changing, TrainedModel
 from windfall.tinker.samplers import Samplers
-from windfall.tinker.sessions import Sessions
-from windfall.tinker.shared import Attempts, Shared
+from windfall.tinker.sessions import ClientSessions
+from windfall.tinker.shared import Attempts, SharedParts
 from windfall.training import AdapterSpec, TrainerLost
 
 
@@ -43,8 +43,8 @@ class ClientModels:
     """Implements model.ModelRecords."""
 
     def __init__(
-        self, shared: Shared, sessions: Sessions, weights: SavedWeights, samplers: Samplers, slots: TrainSlots, *,
-        save_updates: int,
+        self, shared: SharedParts, sessions: ClientSessions, weights: SavedWeights, samplers: Samplers,
+        slots: TrainSlots, *, save_updates: int,
     ) -> None:  # fmt: skip
         """`save_updates`: updates of a model after which it is saved."""
         self._shared, self._sessions, self._weights, self._samplers = shared, sessions, weights, samplers
@@ -156,7 +156,7 @@ class ClientModels:
             model.unloaded = True
             model.ready.set()
             await calls.fail(list(model.waiting.values()), f"model {model.id} could not be created")
-            await calls.done(entry, c.CallFailed(message=str(e)))
+            await calls.done(entry, c.FailedCall(message=str(e)))
             return
         path = source.path if source is not None else ""
         await calls.done(entry, c.ModelReady(model=model.id, path=path), _row(model))
@@ -302,14 +302,14 @@ class ClientModels:
                 await self._in_slot(model, perform, short=short)
             except WindfallError as e:  # the model could not be loaded: its slot is empty now
                 if entry.done is None:
-                    await self._finish(model, entry, c.CallFailed(message=str(e), user=False))
+                    await self._finish(model, entry, c.FailedCall(message=str(e), user=False))
             except TrainerLost as e:
                 if entry.done is None and (why := attempts.exhausted(e)):
-                    await self._finish(model, entry, c.CallFailed(message=why, user=False))
+                    await self._finish(model, entry, c.FailedCall(message=why, user=False))
                 await self._shared.trainers.lost(e)
 
     async def _in_slot(
-        self, model: TrainedModel, work: Callable[[RemoteTrainer, TrainerTurn], Awaitable[None]], *,
+        self, model: TrainedModel, work: Callable[[RemoteTrainer, AccountTurn], Awaitable[None]], *,
         short: bool = False,
     ) -> None:  # fmt: skip
         """Work with the model in a slot, when it is the turn of its account. `short`: for milliseconds. Raises
@@ -323,7 +323,7 @@ class ClientModels:
             finally:
                 model.busy = False
 
-    async def _perform(self, model: TrainedModel, trainer: RemoteTrainer, turn: TrainerTurn, entry: Entry) -> None:
+    async def _perform(self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry) -> None:
         """Perform one call, end the turn, and write down the result. Raises TrainerLost."""
         call, trained, entry.why = entry.call, 0, ""
         statements, replaced = list[Statement](), set[Path]()
@@ -344,7 +344,7 @@ class ClientModels:
             turn.end()
             if not isinstance(call, c.RefusedCall):
                 self._slots.drop(model)  # what it changed is not known, and without memory the slot is empty
-            await self._finish(model, entry, c.CallFailed(message=str(e)))
+            await self._finish(model, entry, c.FailedCall(message=str(e)))
             return
         turn.end()
         self._shared.keys.count(model.account, trained_tokens=trained)
@@ -352,18 +352,18 @@ class ClientModels:
         await self._weights.discard(replaced)
 
     async def _finish(
-        self, model: TrainedModel, entry: Entry, result: c.Result | c.CallFailed, *statements: Statement
+        self, model: TrainedModel, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement
     ) -> None:
         model.next_seq = entry.seq + 1
         model.waiting.pop(entry.seq, None)
-        failed = isinstance(result, c.CallFailed)
+        failed = isinstance(result, c.FailedCall)
         repeated = isinstance(entry.call, Changing) and not failed and entry.seq > model.saved_seq
         if repeated:
             model.since.append(entry)
         await self._shared.calls.done(entry, result, _row(model), *statements, repeated=repeated)
 
     async def _save(
-        self, model: TrainedModel, trainer: RemoteTrainer, turn: TrainerTurn, call: c.SaveWeights | c.SaveForSampler
+        self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, call: c.SaveWeights | c.SaveForSampler
     ) -> tuple[c.WeightsSaved, list[Statement], set[Path]]:
         """Save weights. Returns the result, what to write down, and folders that were replaced."""
         kind = "training" if isinstance(call, c.SaveWeights) else "sampler"

@@ -133,8 +133,8 @@ class TrainedModel:
                 raise AssertionError("the service does these")
 
     def is_due(self, updates: int) -> bool:
-        """Whether a checkpoint is to be written: after so many `updates`, or after much work. The calls that it covers
-        must be recorded as performed: a restart would repeat the others."""
+        """Whether a checkpoint is to be written: after this many `updates`, or after much work. The calls that it
+        covers must be recorded as performed, because a restart repeats all others."""
         return self._changed_seq > self.saved_seq and (self._updates >= updates or self._work_s >= SAVE_S)
 
     async def save(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windfall.tinker.calls import CallFailed, ForwardResult, ModelReady, Pending, Result, Sampled, Stepped, WeightsSaved
+from windfall.tinker.calls import FailedCall, ForwardResult, ModelReady, Pending, Result, Sampled, Stepped, WeightsSaved
 from windfall.tinker.wire import messages
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
@@ -34,7 +34,7 @@ def of(result: Result) -> bytes | dict[str, Any]:
             return {"path": result.path} | ({"sampling_session_id": result.sampler} if result.sampler else {})
 
 
-def failed(outcome: CallFailed) -> dict[str, Any]:
+def failed(outcome: FailedCall) -> dict[str, Any]:
     return {"error": outcome.message, "category": "user" if outcome.user else "server"}
 
 

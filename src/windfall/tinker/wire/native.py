@@ -1,12 +1,12 @@
 """The requests of windfall's own client (client.py): calls as they are (calls.py), in msgpack.
 
     POST /windfall/call              a call                       {"request": id, "model": id}
-    GET  /windfall/outcome/{id}      waits for its outcome        204 (not yet), or a result or CallFailed in msgpack
+    GET  /windfall/outcome/{id}      waits for its outcome        204 (not yet), or a result or FailedCall in msgpack
     POST /windfall/sampler           {session, seq, path}         {"sampler": id}; an empty path is the base
     GET  /windfall/about                                          {"base", "context", "rank"}
     GET  /windfall/usage                                          what the account has used: usd, tokens, seconds
 
-Sessions are those of the SDK's requests.
+ClientSessions are those of the SDK's requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 """Seconds for which a request for a result waits. The SDK gives up after 45."""
 MSGPACK = "application/msgpack"
 FAILED = "windfall-failed"
-"""Header of a result that is a CallFailed."""
+"""Header of a result that is a FailedCall."""
 
 
 class NewSampler(msgspec.Struct):
@@ -63,7 +63,7 @@ class NativeRequests:
         match await self._service.outcome(account, id, WAIT_S):
             case c.Pending():
                 return web.Response(status=204)
-            case c.CallFailed() as failed:
+            case c.FailedCall() as failed:
                 self._service.calls.retrieved(account, [id])
                 return web.Response(body=c.encode(failed), content_type=MSGPACK, headers={FAILED: "1"})
             case c.Done(result=result):

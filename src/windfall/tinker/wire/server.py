@@ -292,7 +292,7 @@ class TinkerServer:
             size = {"response_payload_size": outcome.size}
             return web.json_response({"status": "complete_metadata", "request_id": fields.request_id} | size)
         self._service.calls.retrieved(account, [fields.request_id])
-        if isinstance(outcome, c.CallFailed):
+        if isinstance(outcome, c.FailedCall):
             return web.json_response(answers.failed(outcome))
         answer = answers.of(outcome.result)
         if isinstance(answer, bytes):

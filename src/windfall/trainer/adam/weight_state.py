@@ -39,7 +39,7 @@ MASTER = "master"
 CHUNK = 1 << 24
 """Weights of one chunk. A buffer has at most three float32 numbers for each."""
 ALIGNED = 256
-"""Tensors in a buffer begin at multiples of so many bytes, for fast kernels."""
+"""Tensors in a buffer begin at multiples of this many bytes, because kernels are faster then."""
 PINNING_THREADS = 8
 
 

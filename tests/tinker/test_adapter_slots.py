@@ -30,6 +30,10 @@ class Resident:
         self._said.append(f"{self.id} leaves")
 
 
+def resident(id: str, said: list[str]) -> Any:
+    return Resident(id, said)
+
+
 def trainers(names: list[str]) -> Trainers:
     links: Any = {name: Link() for name in names}
 
@@ -45,7 +49,7 @@ def test_the_least_recently_used_model_is_saved_for_another_one() -> None:
     async def run() -> list[str]:
         said: list[str] = []
         of = trainers(["t0", "t1"])
-        slots, (a, b, c) = TrainSlots(of, ["t0", "t1"], TrainerTurns()), (Resident(name, said) for name in "abc")
+        slots, (a, b, c) = TrainSlots(of, ["t0", "t1"], TrainerTurns()), (resident(name, said) for name in "abc")
         await of.ready()
         for model in (a, b, a, c, a, b):
             async with slots.hold(model):
@@ -59,7 +63,7 @@ def test_the_least_recently_used_model_is_saved_for_another_one() -> None:
 def test_a_model_waits_while_all_slots_are_in_use() -> None:
     async def run() -> None:
         of, said = trainers(["t0"]), list[str]()
-        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said), Resident("b", said)
+        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), resident("a", said), resident("b", said)
         await of.ready()
 
         async def use_b() -> None:
@@ -82,7 +86,7 @@ def test_a_model_waits_while_all_slots_are_in_use() -> None:
 def test_a_new_trainer_has_empty_slots() -> None:
     async def run() -> None:
         of, said = trainers(["t0", "s0"]), list[str]()
-        train, a = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said)
+        train, a = TrainSlots(of, ["t0"], TrainerTurns()), resident("a", said)
         loads: list[str] = []
 
         async def load(slot: str, folder: Path) -> None:
@@ -160,7 +164,7 @@ def test_live_weights_change_while_they_are_used() -> None:
 def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
     async def run() -> list[str]:
         of, said = trainers(["t0"]), list[str]()
-        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said), Resident("b", said)
+        slots, a, b = TrainSlots(of, ["t0"], TrainerTurns()), resident("a", said), resident("b", said)
         await of.ready()
 
         async def refuse(trainer: Any) -> None:
@@ -188,7 +192,7 @@ def test_a_new_trainer_is_known_although_the_call_that_noticed_it_was_canceled()
             loads.append(f"{folder} in {slot}")
             await gate.wait()
 
-        sample, train, a = SampleSlots(of, ["s0"], load), TrainSlots(of, ["t0"], TrainerTurns()), Resident("a", said)
+        sample, train, a = SampleSlots(of, ["s0"], load), TrainSlots(of, ["t0"], TrainerTurns()), resident("a", said)
         await of.ready()
         async with train.hold(a):
             pass

@@ -18,6 +18,7 @@ from windfall.tinker import samplers
 from windfall.tinker.accounts import keys
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.saved_weights import PARTS
+from windfall.tinker.models import model, model_calls
 from windfall.training import Adam
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
@@ -108,20 +109,20 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server
         unnamed = await client.result(client.next(c.SaveForSampler, sampler_seq=0))
         await client.result(client.next(c.SaveForSampler, sampler_seq=1, live=True))
         named = await client.result(client.next(c.SaveWeights, name="kept"))
-        model = service.models.all[client.model]
-        assert list(model.folder.glob("state-*"))
+        trained = service.models.all[client.model]
+        assert list(trained.folder.glob("state-*"))
         late = await client.entry(client.next(c.OptimStepCall, adam=client.update().adam))
         waits = await client.entry(client.update())  # the number between them is missing
-        while client.session.id in service.sessions.open or not model.unloaded:
+        while client.session.id in service.sessions.open or not trained.unloaded:
             client.session.seen = 0.0
             await asyncio.sleep(0.02)
         assert isinstance(await server.outcome(late.id), c.FailedCall | c.Stepped)
         failed = await server.outcome(waits.id)
         assert "has ended" in failed.message
         kept = service.weights.folder(named.path)
-        while service.weights.folder(named.path).is_dir() and saved_in(model.folder) != [kept]:
+        while service.weights.folder(named.path).is_dir() and saved_in(trained.folder) != [kept]:
             await asyncio.sleep(0.02)
-        assert not list(model.folder.glob("state-*"))
+        assert not list(trained.folder.glob("state-*"))
         with pytest.raises(Refusal, match="has ended") as ended:
             service.sessions.get(ALICE, client.session.id)
         assert ended.value.status == 410
@@ -266,9 +267,11 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
             with pytest.raises(Refusal, match=r"is not one of|at most") as refused:
                 await service.submit(ALICE, client.sample(sampler, prompt, **options))
             assert refused.value.status == 400
-        for rank in (0, -1, 1 << 40):
-            create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=c.LoraSpec(rank=rank))
-            with pytest.raises(Refusal, match="rank"):
+        nothing = c.LoraSpec(rank=1, attn=False, mlp=False, unembed=False)
+        specs: list[tuple[c.LoraSpec | None, str]] = [(c.LoraSpec(rank=rank), "rank") for rank in (0, -1, 1 << 40)]
+        for lora, why in (*specs, (nothing, "would have no layers"), (None, "trains adapters")):
+            create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=lora)
+            with pytest.raises(Refusal, match=why):
                 await service.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server._serving.done()
@@ -323,6 +326,24 @@ def test_calls_up_to_the_limit_do_not_keep_out_the_one_that_they_wait_for(
     server.play(script)
 
 
+def test_gradients_without_an_update_have_a_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "SAVE_BYTES", 1)
+
+    async def script(server: Server) -> None:
+        client, models = await Client.open(server, BOB), server.service.models.of(BOB)
+        monkeypatch.setattr(model_calls, "KEPT_BYTES", 1 + sum(each.kept_bytes for each in models))
+        calls = [client.gradient(IDS[0]), client.gradient(IDS[1]), client.update(), client.gradient(IDS[1])]
+        entries = [await client.entry(call) for call in calls]
+        first, second, update, third = [await server.outcome(entry.id, BOB) for entry in entries]
+        assert isinstance(first, c.ForwardResult)
+        assert "Call optim_step" in second.message
+        assert isinstance(update, c.Stepped)
+        assert isinstance(third, c.ForwardResult)  # a checkpoint has replaced what was kept
+        await client.result(c.UnloadModel(model=client.model))
+
+    server.play(script)
+
+
 def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
     async def script(server: Server) -> None:
         client = await Client.open(server)
@@ -337,7 +358,6 @@ def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
             seen |= {entry.id for entry in done}
         assert server.service.keys.open_calls["alice"] == 0
         server.service.calls.retrieved(ALICE, list(seen))
-        assert not any(entry.result for entry in entries)
-        assert isinstance(await server.outcome(entries[0].id), c.Sampled)  # from disk
+        assert isinstance(await server.outcome(entries[0].id), c.Sampled)
 
     server.play(script)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -58,6 +58,10 @@ class CallBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ModelCallBase(CallBase, frozen=True):
     """A call of a model, in the order of `seq`."""
 
+    repeated: ClassVar[bool] = False
+    """It changes what the trainer has of the model. A trainer that has lost that is asked again."""
+    short: ClassVar[bool] = True
+    """The trainer performs it in milliseconds, once the model is in a slot."""
     model: str
     seq: Number
 
@@ -82,6 +86,7 @@ class UnloadModel(CallBase, frozen=True):
 
 
 class LossCall(ModelCallBase, frozen=True):
+    short = False
     samples: tuple[Sample, ...]
     loss: Loss
     width: int = 0
@@ -95,8 +100,11 @@ class ForwardCall(LossCall, frozen=True):
 class ForwardBackwardCall(LossCall, frozen=True):
     """The same, and add the gradient."""
 
+    repeated = True
+
 
 class OptimStepCall(ModelCallBase, frozen=True):
+    repeated = True
     adam: Adam
 
 
@@ -156,7 +164,9 @@ class SampleCall(CallBase, frozen=True):
     prompt_top_k: int = 0
 
 
-ModelCall = ForwardCall | ForwardBackwardCall | OptimStepCall | SaveWeights | SaveForSampler | LoadWeights | RefusedCall
+TrainerCall = ForwardCall | ForwardBackwardCall | OptimStepCall | LoadWeights
+SaveCall = SaveWeights | SaveForSampler
+ModelCall = TrainerCall | SaveCall | RefusedCall
 Call = CreateModel | UnloadModel | ModelCall | SampleCall
 
 

@@ -21,32 +21,17 @@ from windfall.tinker.calls import SampleCall, SampledSequence
 
 class FleetSampler:
     def __init__(
-        self, dispatch: Dispatch, *, stop: frozenset[int], decode: Callable[[Sequence[int]], str], context: int,
-        vocabulary: int,
-    ) -> None:  # fmt: skip
+        self, dispatch: Dispatch, *, stop: frozenset[int], decode: Callable[[Sequence[int]], str], context: int
+    ) -> None:
         """`stop`: token ids that end every response. `decode`: ids to text, special tokens included. `context`: most
-        tokens of prompt and response together. `vocabulary`: token ids are below it."""
-        self._stop, self._decode = stop, decode
-        self._context, self._vocabulary = context, vocabulary
+        tokens of prompt and response together."""
+        self._stop, self._decode, self._context = stop, decode, context
         self._responses = OwnResponses(dispatch)
         self.open = OpenResponses(lambda: sum(member.open_slots for member in dispatch.members.here()))
         self._counted: dict[str, tuple[str, Episode, int]] = {}
         """Responses of the calls that are performed, by id: the account, and how many tokens were counted."""
         self._work: dict[str, float] = {}
         """What workers have done for each account since `take_work`."""
-
-    def check(self, call: SampleCall) -> str:
-        """Why the call cannot be performed; "" if it can."""
-        wrong = next((id for id in (*call.prompt, *call.stop_ids) if not 0 <= id < self._vocabulary), None)
-        if wrong is not None:
-            return f"token {wrong} is not one of the model's {self._vocabulary}"
-        room = self._context - len(call.prompt)
-        if room < 1:
-            return f"the prompt has {len(call.prompt)} tokens, but prompt and response have at most {self._context}"
-        if call.max_tokens is not None and call.max_tokens > room:
-            have = f"prompt and max_tokens are {len(call.prompt)} + {call.max_tokens} tokens"
-            return f"{have}, but together they have at most {self._context}"
-        return ""
 
     async def sample(
         self, policy: str, id: str, account: str, call: SampleCall, ended: Callable[[], None]

@@ -155,13 +155,12 @@ class TinkerLoop:
         return folders.policy_folder(self.folder.resolve(), BASE) / "tokenizer"
 
     def _sampler(self, text: Text) -> FleetSampler:
-        terms, found = self._terms(), tokenizer.load(self._tokenizer())
+        found = tokenizer.load(self._tokenizer())
         return FleetSampler(
             self._life.dispatch,
             stop=text.stop,
             decode=lambda ids: found.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            context=terms.context,
-            vocabulary=terms.vocabulary,
+            context=self._terms().context,
         )
 
     async def _load(self, slot: str, folder: Path) -> None:

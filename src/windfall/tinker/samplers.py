@@ -16,6 +16,7 @@ import numpy as np
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker.accounts.keys import ApiAccount
+from windfall.tinker.call_checks import why_not
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.call_log import Entry, call_id
 from windfall.tinker.disk.records import Sampler
@@ -144,12 +145,18 @@ class Samplers:
         entry = calls.entry(id, account, call, sampler=sampler.id, seq=call.seq)
         if calls.get(id) is None:
             self._shared.keys.check_calls(account, entry.size)
-            if why := self._fleet.check(call):
+            terms = self._shared.terms
+            if why := why_not(call, context=terms.context, vocabulary=terms.vocabulary):
                 raise Refusal(400, why)
             sampler.used = entry.created
         return entry
 
-    async def perform(self, entry: Entry, call: c.SampleCall) -> None:
+    def begin(self, entry: Entry) -> None:
+        """Have a call performed."""
+        assert isinstance(entry.call, c.SampleCall), f"{entry.id} does not sample"
+        entry.task = self._shared.tasks.start(self._perform(entry, entry.call))
+
+    async def _perform(self, entry: Entry, call: c.SampleCall) -> None:
         attempts, shared = Attempts(), self._shared
         while entry.done is None:
             try:

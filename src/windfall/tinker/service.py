@@ -2,7 +2,7 @@
 
     submit ──▶ CallLog, on disk ──▶ id ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─▶ outcome(id)
                   │
-                  ├──▶ ClientModels: calls of a model, in order ──▶ TrainSlots ──▶ verbs of the trainer
+                  ├──▶ ModelCalls: calls of a model, in order ──▶ TrainSlots ──▶ verbs of the trainer
                   └──▶ Samplers: calls that sample, at once ──▶ SampleSlots ──▶ workers
 
 Rules:
@@ -22,6 +22,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 from msgspec.structs import asdict
 
@@ -35,6 +36,8 @@ from windfall.tinker.disk.saved_weights import SavedWeights
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots, TrainSlots
 from windfall.tinker.models.client_models import ClientModels
+from windfall.tinker.models.model_calls import ModelCalls
+from windfall.tinker.models.weight_copies import WeightCopies
 from windfall.tinker.samplers import Samplers
 from windfall.tinker.sessions import ClientSessions
 from windfall.tinker.shared import SharedParts
@@ -57,9 +60,15 @@ class TinkerService:
         self.sessions = ClientSessions(shared.store, shared.log)
         self.weights = SavedWeights(folder / "models", shared.store)
         self.samplers = Samplers(shared, self.sessions, self.weights, sample, fleet, base_policy=base_policy)
-        self.models = ClientModels(
-            shared, self.sessions, self.weights, self.samplers, train, save_updates=save_updates
-        )  # fmt: skip
+        self.models = models = ClientModels(shared, self.sessions, self.weights, train)
+        self.copies, self._model_calls = WeightCopies(models), ModelCalls(models, self.samplers, save_updates)
+        self._kinds: dict[type, tuple[Callable[[ApiAccount, Any], Entry], Callable[[Entry], None]]] = {
+            c.CreateModel: (models.new, models.create),
+            c.UnloadModel: (models.new_unload, models.unload),
+            c.SampleCall: (self.samplers.entry, self.samplers.begin),
+            **dict.fromkeys(get_args(c.ModelCall), (self._model_calls.entry, self._model_calls.perform)),
+        }
+        """For each type of call: what accepts it, and what has it performed."""
 
     # start and end
 
@@ -72,7 +81,8 @@ class TinkerService:
         self.weights.clear()
         open_, repeated = self.calls.restore()
         for entry in open_:
-            self._begin(entry)
+            _, begin = self._kinds[type(entry.call)]
+            begin(entry)
         for entry in sorted(repeated, key=lambda entry: entry.seq):
             self.models.repeat(entry)
         # ClientSessions that a killed server was about to end.
@@ -109,34 +119,15 @@ class TinkerService:
 
     async def submit(self, account: ApiAccount, call: c.Call) -> Entry:
         """Accept a call, or find the one that was made before with its number. Raises Refusal."""
-        match call:
-            case c.CreateModel():
-                entry = self.models.new(account, call)
-            case c.UnloadModel():
-                entry = self.models.new_unload(account, call)
-            case c.SampleCall():
-                entry = self.samplers.entry(account, call)
-            case _:
-                entry = self.models.entry(account, call)
+        accept, begin = self._kinds[type(call)]
+        entry = accept(account, call)
         self.sessions.seen(entry.id)
         if self.calls.get(entry.id) is None:
             self.calls.add(entry)
-            self._begin(entry)
+            begin(entry)
         if entry.written is not None:
             await asyncio.shield(entry.written)
         return entry
-
-    def _begin(self, entry: Entry) -> None:
-        """Have a call performed."""
-        match entry.call:
-            case c.SampleCall():
-                entry.task = self.shared.tasks.start(self.samplers.perform(entry, entry.call))
-            case c.UnloadModel():
-                entry.task = self.shared.tasks.start(self.models.unload(entry))
-            case c.CreateModel():
-                self.models.create(entry, entry.call)
-            case _:
-                self.models.perform(entry)
 
     async def outcome(self, account: ApiAccount, id: str, wait_s: float) -> c.Outcome:
         """What came of a call; waits for it for at most `wait_s`."""
@@ -145,7 +136,7 @@ class TinkerService:
         return await self.calls.outcome(entry, wait_s) or self._pending(entry)
 
     def _pending(self, entry: Entry) -> c.Pending:
-        if missing := self.models.missing(entry):
+        if missing := self._model_calls.missing(entry):
             return c.Pending(why=f"call {missing} of this model has not arrived yet")
         if not self.shared.trainers.current:
             return c.Pending(why="the trainer is starting", state="paused_capacity")

@@ -81,7 +81,7 @@ class ServerReport:
 
     def _model(self, m: TrainedModel) -> dict[str, Any]:
         return {
-            "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.models.slot_of(m),
+            "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.models.slots.slot_of(m),
             "calls": m.next_seq - 1, "waiting": len(m.waiting),
         }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The calls of all clients and their results: in memory, and on disk before anybody is told.
 
-    add ──▶ open ── done ──▶ has a result ── retrieved ──▶ only on disk ── KEPT_S later ──▶ forgotten
+    add ──▶ open ── done ──▶ result on disk ── retrieved ── KEPT_S later ──▶ forgotten
 
-A call that is made again gets the entry of the first one, also after a restart. Results are read from disk once a
-client has retrieved them: an answer may have been lost.
+A call that is made again gets the entry of the first one, also after a restart. Only calls without a result are in
+memory: results, and calls that a model may repeat, are read from disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ KEPT_S = 600.0
 """Seconds for which a result is kept after it was retrieved."""
 CLONE = 1_000_000_000
 """Numbers of the calls of a sampler's clone begin with a multiple of this."""
-COLUMNS = "id, account, model, sampler, seq, digest, created, done, failed, body, length(result) as size"
+COLUMNS = """id, account, model, sampler, seq, digest, created, done, failed, coalesce(length(result), 0) as size,
+    coalesce(length(body), 0) as kept_bytes, case when done is null then body else x'' end as body"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,18 +42,16 @@ class Entry:
     digest: bytes
     """Digest of the call as the client made it."""
     call: c.Call | None = None
-    """None once it was performed and nothing will repeat it."""
+    """None once it has a result."""
     created: float
     done: float | None = None
     failed: bool = False
-    result: bytes = b""
-    """Empty once it was retrieved."""
     body: bytes = b""
-    """The call, until it is written."""
+    """The call, until it is added."""
     size: int = 0
     """Bytes of the call while it has no result, then those of the result."""
-    stored: bool = True
-    """The result is on disk, too."""
+    kept_bytes: int = 0
+    """Bytes of the call if it has a result and a model may repeat it: then it stays on disk."""
     retrieved: float | None = None
     why: str = ""
     """What it waits for."""
@@ -91,15 +90,14 @@ class CallLog:
         """Read all calls. Returns those without a result, and those that a model may repeat, both in their order."""
         now, open_, repeated = time.time(), list[Entry](), list[Entry]()
         for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
-            body, size, failed = row.pop("body"), row.pop("size"), bool(row.pop("failed"))
-            call = c.decode_call(body) if body else None
-            entry = Entry(**row, call=call, failed=failed, size=len(body or b"") if row["done"] is None else size or 0)
-            self._entries[entry.id] = entry
+            self._entries[row["id"]] = entry = Entry(**row)
             if entry.done is None:
+                entry.call, entry.body = c.decode_call(entry.body), b""
+                entry.size, entry.kept_bytes = entry.kept_bytes, 0
                 open_.append(entry)
                 self._opened(entry)
                 continue
-            if entry.call is not None:
+            if entry.kept_bytes:
                 repeated.append(entry)
             entry.event.set()
             entry.retrieved = now  # it may have been: clients ask at once, so they have KEPT_S for it
@@ -155,28 +153,19 @@ class CallLog:
         entry.body = b""
         entry.written = self._store.write(row)
 
-    def add_known(self, entry: Entry, result: c.Result) -> None:
-        """A call that is made again after its result was forgotten, and whose result is known otherwise."""
-        entry.result, entry.done, entry.stored = c.encode(result), time.time(), False
-        entry.size = len(entry.result)
-        entry.event.set()
-        self._entries[entry.id] = entry
-
     async def done(
         self, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement, repeated: bool = False
     ) -> None:
         """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
         self._keys.open_bytes[entry.account] -= entry.size
-        entry.result, entry.failed = c.encode(result), isinstance(result, c.FailedCall)
-        entry.size = len(entry.result)
+        encoded, entry.failed = c.encode(result), isinstance(result, c.FailedCall)
+        entry.kept_bytes, entry.size, entry.call = entry.size if repeated else 0, len(encoded), None
         entry.done = self._last_done = max(time.time(), self._last_done + 2e-6)  # so that cursors differ
         body = "body" if repeated else "null"
         sql = f"update call set done = ?, failed = ?, result = ?, body = {body} where id = ?"
-        if not repeated:
-            entry.call = None
         self._keys.count(entry.account, calls=1)
         account = self._store.put("account", name=entry.account, usage=json.dumps(self._keys.usage(entry.account)))
-        update = (sql, (entry.done, int(entry.failed), entry.result, entry.id))
+        update = (sql, (entry.done, int(entry.failed), encoded, entry.id))
         written = self._store.write(update, account, *statements)
         written.add_done_callback(lambda _: self._announce(entry, written))  # also if who waits here is canceled
         await asyncio.shield(written)
@@ -206,10 +195,18 @@ class CallLog:
                 await entry.event.wait()
         if not entry.event.is_set():
             return None
-        result = entry.result
-        for row in () if result else self._store.rows("select result from call where id = ?", entry.id):
-            result = row["result"]
+        result = self._read("result", entry)
         return c.decode_failed(result) if entry.failed else c.Done(result=c.decode_result(result), size=entry.size)
+
+    async def call(self, entry: Entry) -> Any:
+        """A call that a model repeats."""
+        if entry.written is not None:
+            await asyncio.shield(entry.written)
+        return await asyncio.to_thread(c.decode_call, self._read("body", entry))
+
+    def _read(self, column: str, entry: Entry) -> bytes:
+        (row,) = self._store.rows(f"select {column} from call where id = ?", entry.id)
+        return row[column]
 
     def retrieved(self, account: ApiAccount, ids: Iterable[str]) -> None:
         """Record that the client has these results."""
@@ -217,8 +214,6 @@ class CallLog:
             entry = self._entries.get(id)
             if entry is not None and entry.account == account.name and entry.event.is_set():
                 entry.retrieved = entry.retrieved or time.time()
-                if entry.stored:
-                    entry.result = b""
 
     async def completions(self, sampler: str, clone: int, cursor: int, wait_s: float) -> tuple[int, list[Entry]]:
         """Calls of a sampler that have had a result since the cursor, and the next cursor."""
@@ -255,7 +250,7 @@ class CallLog:
 
 
 def _is_over(entry: Entry, now: float, gone: Callable[[Entry], bool]) -> bool:
-    if entry.done is None or entry.call is not None:
+    if entry.done is None or entry.kept_bytes:
         return False
     since = entry.retrieved if entry.retrieved is not None else entry.done if gone(entry) else now
     return now - since > KEPT_S

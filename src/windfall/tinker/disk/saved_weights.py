@@ -52,11 +52,13 @@ class SavedWeights:
         """Where everything of a model is saved."""
         return self._folder / model.replace(":", "_")
 
-    def get(self, account: str, path: str) -> NamedWeights:
-        """Weights that the account may read. Raises Refusal."""
+    def get(self, account: str, path: str, *, optimizer: bool = False) -> NamedWeights:
+        """Weights that the account may read, with the state of their optimizer. Raises Refusal."""
         found = self.named.get(path)
         if found is None or (found.account != account and not found.public):
             raise Refusal(404, f"there are no weights {path!r}")
+        if optimizer and found.kind != "training":
+            raise Refusal(400, f"{path} has no state of the optimizer: it was saved for sampling")
         return found
 
     def of(self, account: ApiAccount, model: str = "") -> list[NamedWeights]:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from windfall.controller.remote_trainer import RemoteTrainer
 from windfall.errors import WindfallError
 from windfall.tinker.accounts.fairness import TrainerTurns
-from windfall.tinker.models.slots import AdapterSlot, Slots
+from windfall.tinker.models.slots import Slots
 from windfall.training import TrainerLost
+
+if TYPE_CHECKING:
+    from windfall.tinker.models.model import TrainedModel
 
 LOOK_S = 0.2
 """Seconds between looks whether the trainer was replaced."""
@@ -77,122 +79,68 @@ class Trainers:
                 await self.ready()
 
 
-class SlotUser(Protocol):
-    """A model, as its slot sees it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def account(self) -> str: ...
-    async def enter(self, trainer: RemoteTrainer) -> None:
-        """Load its adapter, and repeat what is not in the last checkpoint."""
-        ...
-
-    async def leave(self, trainer: RemoteTrainer) -> None:
-        """Save what is not in the last checkpoint."""
-        ...
-
-
-class SharedSlots(Slots):
-    """Slots whose users wait until one is free. While an adapter waits for a slot, the one that has had a slot for
-    longest gets no new users, so that its slot becomes free."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__(names)
-        self._freed = asyncio.Condition()
-        self._wanted: Counter[str] = Counter()
-        """How many users wait for each adapter, in the order in which they came."""
-
-    @contextlib.asynccontextmanager
-    async def using(self, key: str) -> AsyncIterator[AdapterSlot]:
-        """A slot for the adapter with this key, until the context ends."""
-        async with self._freed:
-            self._wanted[key] += 1
-            try:
-                while self._must_wait(key) or (slot := self.take(key)) is None:
-                    await self._freed.wait()
-            finally:
-                self._wanted[key] -= 1
-                if not self._wanted[key]:
-                    del self._wanted[key]
-                self._freed.notify_all()
-        try:
-            yield slot
-        finally:
-            self.release(key)
-            async with self._freed:
-                self._freed.notify_all()
-
-    def _must_wait(self, key: str) -> bool:
-        """Whether a slot that is free, or has this adapter, is for one that came before."""
-        absent = [wanted for wanted in self._wanted if self.holding(wanted) is None]
-        if key in absent:
-            return absent[0] != key
-        return self.must_leave(key, len(absent))
-
-
 class TrainSlots:
     def __init__(self, trainers: Trainers, names: Iterable[str], turns: TrainerTurns) -> None:
-        self._trainers, self._slots, self._turns = trainers, SharedSlots(names), turns
-        self._loaded: dict[str, tuple[SlotUser, object]] = {}
+        self._trainers, self._slots, self._turns = trainers, Slots(names), turns
+        self._loaded: dict[str, tuple[TrainedModel, object]] = {}
         """The model whose adapter was loaded into each slot, and what the trainer that did so had said first."""
 
-    def _holder(self, slot: str) -> SlotUser | None:
+    def _holder(self, slot: str) -> TrainedModel | None:
         """The model whose adapter the trainer has in a slot: a new trainer has none."""
-        user, hello = self._loaded.get(slot, (None, None))
-        return user if self._trainers.trainers[slot].hello is hello else None
+        model, hello = self._loaded.get(slot, (None, None))
+        return model if self._trainers.trainers[slot].hello is hello else None
 
     @property
     def full(self) -> bool:
         """Whether another model would have to wait."""
         return all(slot.users for slot in self._slots)
 
-    def slot_of(self, user: SlotUser) -> str:
+    def slot_of(self, model: TrainedModel) -> str:
         """The slot that holds its adapter; "" if none does."""
-        return next((slot.name for slot in self._slots if self._holder(slot.name) is user), "")
+        return next((slot.name for slot in self._slots if self._holder(slot.name) is model), "")
 
     @contextlib.asynccontextmanager
-    async def hold(self, user: SlotUser) -> AsyncIterator[RemoteTrainer]:
+    async def hold(self, model: TrainedModel) -> AsyncIterator[RemoteTrainer]:
         """A slot with its adapter, for one call. Raises TrainerLost."""
-        async with self._slots.using(user.id) as slot:
+        async with self._slots.using(model.id) as slot:
             try:
                 trainer = self._trainers.trainers[slot.name]
-                if (before := self._holder(slot.name)) is not user:
+                if (before := self._holder(slot.name)) is not model:
                     if before is not None:
                         with self._turns.paid_by(before.account):
                             await before.leave(trainer)
                         self._loaded.pop(slot.name, None)
                     hello = trainer.hello
-                    await user.enter(trainer)
-                    self._loaded[slot.name] = user, hello
+                    await model.enter(trainer)
+                    self._loaded[slot.name] = model, hello
                 yield trainer
             except BaseException:  # raised again: a verb that was begun may still be performed
                 self._loaded.pop(slot.name, None)
                 raise
 
-    def remove(self, user: SlotUser) -> None:
+    def remove(self, model: TrainedModel) -> None:
         """Free its slot, and save nothing."""
-        self.drop(user)
-        self._slots.forget(user.id)
+        self.drop(model)
+        self._slots.forget(model.id)
 
-    def drop(self, user: SlotUser) -> None:
+    def drop(self, model: TrainedModel) -> None:
         """Forget the adapter that the slot holds: it may have changed in a call that failed."""
-        slot = self._slots.holding(user.id)
+        slot = self._slots.holding(model.id)
         if slot is not None:
             self._loaded.pop(slot.name, None)
 
     async def save(self) -> None:
         """Save what is in the slots. Raises TrainerLost."""
-        for user, _ in list(self._loaded.values()):
-            async with self.hold(user) as trainer:
-                await user.leave(trainer)
+        for model, _ in list(self._loaded.values()):
+            async with self.hold(model) as trainer:
+                await model.leave(trainer)
 
 
 class SampleSlots:
     """`load(slot, folder)` loads an adapter and offers it to workers. The weights of one key may change (`changed`)."""
 
     def __init__(self, trainers: Trainers, names: Iterable[str], load: Callable[[str, Path], Awaitable[None]]) -> None:
-        self._trainers, self._slots, self._load = trainers, SharedSlots(names), load
+        self._trainers, self._slots, self._load = trainers, Slots(names), load
         self._loaded: dict[str, Path] = {}
         """The weights that workers can have for each slot."""
         self._wanted: dict[str, Path] = {}

@@ -1,15 +1,11 @@
-"""Which slot holds which adapter. Pure.
-
-    take(key)      a slot for an adapter: the one that holds it, else a free one, else the least recently used idle one
-    release(key)   until then, the slot is not given to another adapter
-    forget(key)    the adapter needs no slot any more
-
-The owner of the slots loads what `take` says.
-"""
+"""Which slot holds which adapter. The owner of the slots loads what `using` says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -26,7 +22,9 @@ class AdapterSlot:
 
 
 class Slots:
-    """
+    """Slots whose users wait until one is free. While an adapter waits for a slot, the one that has had a slot for
+    longest gets no new users, so that its slot becomes free.
+
     >>> slots = Slots(["s0", "s1"])
     >>> [slots.take(key).name for key in ("a", "b", "a")]
     ['s0', 's1', 's0']
@@ -37,9 +35,41 @@ class Slots:
     def __init__(self, names: Iterable[str]) -> None:
         self._slots = [AdapterSlot(name) for name in names]
         self._clock = 0
+        self._freed = asyncio.Condition()
+        self._wanted: Counter[str] = Counter()
+        """How many users wait for each adapter, in the order in which they came."""
+
+    @contextlib.asynccontextmanager
+    async def using(self, key: str) -> AsyncIterator[AdapterSlot]:
+        """A slot for the adapter with this key, until the context ends."""
+        async with self._freed:
+            self._wanted[key] += 1
+            try:
+                while self._must_wait(key) or (slot := self.take(key)) is None:
+                    await self._freed.wait()
+            finally:
+                self._wanted[key] -= 1
+                if not self._wanted[key]:
+                    del self._wanted[key]
+                self._freed.notify_all()
+        try:
+            yield slot
+        finally:
+            self.release(key)
+            async with self._freed:
+                self._freed.notify_all()
+
+    def _must_wait(self, key: str) -> bool:
+        """Whether a slot that is free, or has this adapter, is for one that came before."""
+        absent = [wanted for wanted in self._wanted if self.holding(wanted) is None]
+        if key in absent:
+            return absent[0] != key
+        leaving = sorted(self._slots, key=lambda slot: slot.given)[: len(absent)]
+        return any(slot.key == key for slot in leaving)
 
     def take(self, key: str) -> AdapterSlot | None:
-        """Use the adapter in a slot. None: every slot is in use by another one. Every `take` needs a `release`."""
+        """Use an adapter in the slot that holds it, else in a free one, else in the least recently used idle one. None:
+        every slot is in use by another one. Every `take` needs a `release`."""
         slot = self.holding(key)
         if slot is None:
             idle = [slot for slot in self._slots if not slot.users]
@@ -60,22 +90,11 @@ class Slots:
     def holding(self, key: str) -> AdapterSlot | None:
         return next((slot for slot in self._slots if slot.key == key), None)
 
-    def must_leave(self, key: str, wanted: int) -> bool:
-        """Whether an adapter gives up its slot so that `wanted` others get one: those that got theirs first do.
-
-        >>> slots = Slots(["s0", "s1"])
-        >>> _ = slots.take("a"), slots.take("b"), slots.take("a")
-        >>> [slots.must_leave(key, 1) for key in ("a", "b", "c")]
-        [True, False, False]
-        """
-        leaving = sorted(self._slots, key=lambda slot: slot.given)[:wanted]
-        return any(slot.key == key for slot in leaving)
-
     def forget(self, key: str) -> None:
         """The adapter is not needed any more."""
         slot = self.holding(key)
         if slot is not None and not slot.users:
             slot.key = ""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[AdapterSlot]:
         return iter(self._slots)

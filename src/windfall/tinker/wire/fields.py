@@ -1,5 +1,7 @@
 """The JSON bodies of requests: which fields they have, and their types.
 
+The limits of values are those of call_checks.py.
+
 Rules:
 - A field that would change the result is honored or refused, never ignored.
 - A field that is not known here is refused, unless its value says that it is not used: null, false, 0 or empty. A newer
@@ -19,6 +21,7 @@ from windfall.tinker.calls import Count, Metadata, Number, Refusal, Token
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
 Name = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 53)]
 TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 T = TypeVar("T")
 
@@ -36,7 +39,7 @@ class SessionBody(Struct):
 
 
 class LoraFields(Struct):
-    rank: Annotated[int, Meta(ge=1)]
+    rank: Number
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -70,11 +73,11 @@ class ModelBody(Struct):
 
 
 class AdamFields(Struct):
-    learning_rate: Annotated[float, Meta(ge=0)] = 1e-4
-    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Meta(ge=0)] = 1e-12
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
 
@@ -130,18 +133,16 @@ class Prompt(Struct):
             if (kind := chunk.get("type", "encoded_text")) != "encoded_text":
                 raise Refusal(400, f"{where}: {only_text(str(kind)[:MAX_ECHO])}")
             ids += convert(chunk, TextChunk, where).tokens
-        if not ids:
-            raise Refusal(400, "prompt: it has no tokens. Send at least one, such as the token that begins a text.")
         return tuple(ids)
 
 
 class SamplingFields(Struct):
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Positive | None = None
     seed: int | None = None
     stop: str | list[str | Token] | None = None
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: float = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 53)] = -1
+    top_p: float = 1.0
 
 
 class SampleBody(Struct):
@@ -155,7 +156,7 @@ class SampleBody(Struct):
     topk_sample_logprobs: Number = 0
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: Number = 0
-    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    prompt_logprobs_last_n: Positive | None = None
     record_stability_info: bool | None = None
 
 
@@ -241,9 +242,9 @@ def read_object(data: bytes) -> dict[str, Any]:
 def convert(body: dict[str, Any], kind: type[T], where: str = "") -> T:
     """The fields of an object within a body, at `where`. Raises Refusal.
 
-    >>> convert({"beta1": 2}, AdamFields, "adam_params")
+    >>> convert({"beta1": "2"}, AdamFields, "adam_params")
     Traceback (most recent call last):
-    windfall.tinker.calls.Refusal: adam_params.beta1: Expected `float` < 1.0
+    windfall.tinker.calls.Refusal: adam_params.beta1: Expected `float`, got `str`
     """
     _check_names(body, kind, where)
     try:

@@ -16,7 +16,6 @@ from windfall.tinker.wire.fields import MAX_ECHO
 from windfall.training import Adam
 from windfall.types import Sampling
 
-MAX_STOPS = 64
 SEEDS = 1 << 63
 
 
@@ -34,24 +33,16 @@ def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]
 def create_model(body: dict[str, Any]) -> c.CreateModel:
     fields = f.convert(body, f.CreateModelBody)
     _check_optimizer(fields.optimizer_config)
-    lora = fields.lora_config
-    if lora is None:
-        fix = "Create it with create_lora_training_client."
-        raise Refusal(400, f"lora_config: this server trains adapters (LoRA), not all weights of a model. {fix}")
-    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        fix = "Set train_mlp, train_attn or train_unembed."
-        raise Refusal(400, f"lora_config: the adapter would have no layers. {fix}")
-    seed = zlib.crc32(f"{fields.session_id}/{fields.model_seq_id}".encode()) if lora.seed is None else lora.seed
-    spec = c.LoraSpec(
-        rank=lora.rank, seed=seed % SEEDS, attn=lora.train_attn, mlp=lora.train_mlp, unembed=lora.train_unembed
-    )
+    spec = None
+    if (lora := fields.lora_config) is not None:
+        seed = zlib.crc32(f"{fields.session_id}/{fields.model_seq_id}".encode()) if lora.seed is None else lora.seed
+        spec = c.LoraSpec(
+            rank=lora.rank, seed=seed % SEEDS, attn=lora.train_attn, mlp=lora.train_mlp, unembed=lora.train_unembed
+        )
     return c.CreateModel(
-        session=fields.session_id,
-        seq=fields.model_seq_id,
-        base=fields.base_model,
-        lora=spec,
+        session=fields.session_id, seq=fields.model_seq_id, base=fields.base_model, lora=spec,
         metadata=fields.user_metadata or {},
-    )
+    )  # fmt: skip
 
 
 def load_weights(body: dict[str, Any]) -> c.CreateModel | c.LoadWeights:
@@ -61,13 +52,9 @@ def load_weights(body: dict[str, Any]) -> c.CreateModel | c.LoadWeights:
     _check_optimizer(fields.optimizer_config)
     if fields.session_id and fields.model_seq_id is not None:
         return c.CreateModel(
-            session=fields.session_id,
-            seq=fields.model_seq_id,
-            base=fields.base_model or "",
-            path=fields.path,
-            optimizer=fields.optimizer,
-            metadata=fields.user_metadata or {},
-        )
+            session=fields.session_id, seq=fields.model_seq_id, base=fields.base_model or "", path=fields.path,
+            optimizer=fields.optimizer, metadata=fields.user_metadata or {},
+        )  # fmt: skip
     if not fields.model_id or not fields.seq_id:
         raise Refusal(400, "expected model_id and seq_id, or session_id and model_seq_id")
     return c.LoadWeights(model=fields.model_id, seq=fields.seq_id, path=fields.path, optimizer=fields.optimizer)
@@ -84,25 +71,18 @@ def optim_step(body: dict[str, Any]) -> c.OptimStepCall:
         raise Refusal(400, f"optimizer_params: {_other_optimizer(kind)} Give AdamParams.")
     adam = f.convert(fields.adam_params, f.AdamFields, "adam_params")
     settings = Adam(
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
+        lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay,
         clip_norm=max(0.0, adam.grad_clip_norm),
-    )
+    )  # fmt: skip
     return c.OptimStepCall(model=fields.model_id, seq=fields.seq_id, adam=settings)
 
 
 def save_weights(body: dict[str, Any]) -> c.SaveWeights:
     fields = f.convert(body, f.SaveWeightsBody)
     return c.SaveWeights(
-        model=fields.model_id,
-        seq=fields.seq_id,
-        name=fields.path or "",
-        ttl_s=fields.ttl_seconds,
-        overwrite=fields.overwrite,
-        metadata=fields.user_metadata or {},
-    )
+        model=fields.model_id, seq=fields.seq_id, name=fields.path or "", ttl_s=fields.ttl_seconds,
+        overwrite=fields.overwrite, metadata=fields.user_metadata or {},
+    )  # fmt: skip
 
 
 def save_for_sampler(body: dict[str, Any]) -> c.SaveForSampler:
@@ -115,14 +95,9 @@ def save_for_sampler(body: dict[str, Any]) -> c.SaveForSampler:
     if live and fields.path is not None:
         raise Refusal(400, "kind: weights with a name do not change. Leave path out, or kind.")
     return c.SaveForSampler(
-        model=fields.model_id,
-        seq=fields.seq_id,
-        name=fields.path or "",
-        sampler_seq=fields.sampling_session_seq_id,
-        live=live,
-        ttl_s=fields.ttl_seconds,
-        metadata=fields.user_metadata or {},
-    )
+        model=fields.model_id, seq=fields.seq_id, name=fields.path or "", sampler_seq=fields.sampling_session_seq_id,
+        live=live, ttl_s=fields.ttl_seconds, metadata=fields.user_metadata or {},
+    )  # fmt: skip
 
 
 def save_external(body: dict[str, Any]) -> c.Call:
@@ -133,34 +108,19 @@ def save_external(body: dict[str, Any]) -> c.Call:
 def sample(body: dict[str, Any]) -> c.SampleCall:
     fields = f.convert(body, f.SampleBody)
     _check_sample(fields)
-    params, prompt = fields.sampling_params, fields.prompt.ids()
-    last = fields.prompt_logprobs_last_n or 0
-    if last and not (fields.prompt_logprobs and last < len(prompt)):
-        what = f"prompt_logprobs_last_n: {last} of a prompt of {len(prompt)} tokens"
-        raise Refusal(400, f"{what}. It needs prompt_logprobs, and at most {len(prompt) - 1} tokens.")
+    params = fields.sampling_params
     stop = params.stop
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise Refusal(400, f"sampling_params.stop: {len(stops)} sequences. Give at most {MAX_STOPS}.")
-    texts = tuple(s for s in stops if isinstance(s, str))
-    if "" in texts:
-        raise Refusal(400, "sampling_params.stop: an empty text would end every sequence at once")
-    sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k))
+    top_k = 0 if params.top_k == -1 else params.top_k
     return c.SampleCall(
-        sampler=fields.sampling_session_id,
-        seq=fields.seq_id,
-        prompt=prompt,
-        n=fields.num_samples,
-        max_tokens=params.max_tokens,
-        sampling=sampling,
-        seed=None if params.seed is None else params.seed % SEEDS,
+        sampler=fields.sampling_session_id, seq=fields.seq_id, prompt=fields.prompt.ids(), n=fields.num_samples,
+        max_tokens=params.max_tokens, seed=None if params.seed is None else params.seed % SEEDS,
+        sampling=Sampling(temperature=params.temperature, top_p=params.top_p, top_k=top_k),
         stop_ids=tuple(s for s in stops if isinstance(s, int)),
-        stop_texts=texts,
-        eos=stop is None or bool(stops),
-        prompt_logprobs=bool(fields.prompt_logprobs),
-        prompt_last=last,
+        stop_texts=tuple(s for s in stops if isinstance(s, str)), eos=stop is None or bool(stops),
+        prompt_logprobs=bool(fields.prompt_logprobs), prompt_last=fields.prompt_logprobs_last_n or 0,
         prompt_top_k=fields.topk_prompt_logprobs,
-    )
+    )  # fmt: skip
 
 
 def _check_sample(fields: f.SampleBody) -> None:

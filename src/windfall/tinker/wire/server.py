@@ -357,7 +357,7 @@ class TinkerServer:
         requests.check_token(fields.weights_access_token or request.headers.get("X-Tinker-Weights-Access-Token"))
         expires_s = None if fields.ttl_seconds is None else float(fields.ttl_seconds)
         key = request.headers.get("X-Idempotency-Key", "")
-        copy = await self._service.models.copy(account, fields.source_path, expires_s=expires_s, key=key)
+        copy = await self._service.copies.copy(account, fields.source_path, expires_s=expires_s, key=key)
         return {"tinker_path": copy.path}
 
     async def _training_runs(self, account: ApiAccount, request: web.Request, body: bytes) -> dict[str, Any]:

@@ -113,8 +113,9 @@ class Client:
     async def sampler(self, path: str = "") -> str:
         """The id of a sampler of saved weights; without `path`, of the base."""
         self._samplers += 1
-        body = {"session": self.session, "seq": self._samplers - 1, "path": path}
-        return (await self.request("POST", "windfall/sampler", body))["sampler"]
+        body: dict[str, Any] = {"session_id": self.session, "sampling_session_seq_id": self._samplers - 1}
+        body |= {"model_path": path} if path else {"base_model": self.about["base"]}
+        return (await self.request("POST", "create_sampling_session", body))["sampling_session_id"]
 
     def next_sampler(self) -> int:
         """The number of a sampler that is made together with its weights."""
@@ -132,7 +133,7 @@ class Client:
 
     async def accept(self, call: c.Call) -> str:
         """Make a call. Returns its id. Raises ServerRefused if it is refused."""
-        return (await self.request("POST", "windfall/call", c.encode(call)))["request"]
+        return (await self.request("POST", "windfall/call", c.encode(call)))["request_id"]
 
     async def result(self, call: str) -> c.Result:
         """Wait for the result of a call. Raises WindfallError if it fails."""

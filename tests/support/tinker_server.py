@@ -161,9 +161,9 @@ class Server:
                 await asyncio.sleep(0.01)
         self.url, submit = found.url, self.service.submit
 
-        async def submitted(account: ApiAccount, call: c.Call) -> Entry:
+        async def submitted(account: ApiAccount, call: c.Call, body: bytes = b"") -> Entry:
             self.submitted.append(call)
-            return await submit(account, call)
+            return await submit(account, call, body)
 
         self.service.submit = submitted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,7 +41,7 @@ class Sent:
 
 
 async def received(own: BodyReader, request: Any) -> bytes:
-    async with own.receive(request, "alice") as body:
+    async with own.receive(request, "alice", bytes) as body:
         return body
 
 
@@ -72,10 +73,10 @@ def test_bodies_in_flight_have_a_limit_and_are_forgotten_at_their_end(monkeypatc
 
     async def scenario() -> None:
         own = BodyReader()
-        async with own.receive(Sent(b"abc"), "alice"):  # pyright: ignore[reportArgumentType]
+        async with own.receive(Sent(b"abc"), "alice", bytes):  # pyright: ignore[reportArgumentType]
             with pytest.raises(Refusal, match="try again later"):
                 await received(own, Sent(b"abc"))
-            async with own.receive(Sent(b"abc"), "bob"):  # pyright: ignore[reportArgumentType]
+            async with own.receive(Sent(b"abc"), "bob", bytes):  # pyright: ignore[reportArgumentType]
                 pass
         assert await received(own, Sent(b"abc")) == b"abc"
         with pytest.raises(Refusal):
@@ -117,9 +118,27 @@ def test_requests_without_a_body_take_no_room_and_others_only_what_they_need(mon
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(100):
                 waits: Any = make_mocked_request("GET", "/", payload=EMPTY_PAYLOAD)
-                assert await stack.enter_async_context(own.receive(waits, "alice")) == b""
+                assert await stack.enter_async_context(own.receive(waits, "alice", bytes)) == b""
             for _ in range(3):
                 packed: Any = Sent(zstd.compress(b"a"), "zstd")
-                assert await stack.enter_async_context(own.receive(packed, "alice")) == b"a"
+                assert await stack.enter_async_context(own.receive(packed, "alice", bytes)) == b"a"
+
+    asyncio.run(scenario())
+
+
+def test_large_bodies_are_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LARGE_BYTES", 3)
+
+    async def decoded_in(own: BodyReader, request: Any) -> threading.Thread:
+        async with own.receive(request, "alice", lambda body: threading.current_thread()) as found:
+            return found
+
+    async def scenario() -> None:
+        own, here = BodyReader(), threading.current_thread()
+        assert await decoded_in(own, Sent(b"ab")) is here
+        large = {await decoded_in(own, Sent(b"abc")) for _ in range(4)}
+        assert len(large) == 1  # in the order in which they arrived
+        assert here not in large
+        own.close()
 
     asyncio.run(scenario())

@@ -107,10 +107,10 @@ def test_a_number_belongs_to_one_call_also_after_a_restart(tmp_path: Path) -> No
     async def second(store: TinkerStore) -> None:
         log = CallLog(store, Keys({}))
         log.restore()
-        assert log.entry("s/1", ALICE, call).done
-        assert log.entry("s/2", ALICE, other).call is other
+        assert log.entry("s/1", ALICE, call, c.encode(call)).done
+        assert log.entry("s/2", ALICE, other, c.encode(other)).call is other
         with pytest.raises(c.Refusal, match="s/1 was made before with other content"):
-            log.entry("s/1", ALICE, other)
+            log.entry("s/1", ALICE, other, c.encode(other))
 
     play(tmp_path, first)
     play(tmp_path, second)

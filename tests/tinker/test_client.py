@@ -173,11 +173,11 @@ def test_an_error_of_the_server_is_not_an_error_of_the_call(server: Server, monk
     """A server whose disk is full answers with 500. The next one continues."""
     submit, failed = server.service.submit, []
 
-    async def fails_once(account: ApiAccount, call: c.Call) -> Entry:
+    async def fails_once(account: ApiAccount, call: c.Call, body: bytes) -> Entry:
         if not failed:
             failed.append(call)
             raise WindfallError("tinker.sqlite cannot be written")
-        return await submit(account, call)
+        return await submit(account, call, body)
 
     async def run() -> None:
         async with opened(server) as policy:

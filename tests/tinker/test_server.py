@@ -18,7 +18,6 @@ from tests.support.tinker_server import ALICE, BOB, MODEL, Server
 from windfall.link import tls
 from windfall.recipe.fleet import Fleet
 from windfall.tinker import calls as c
-from windfall.tinker.wire import native
 from windfall.tinker.wire import server as wire
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
@@ -122,7 +121,7 @@ def test_a_result_that_takes_longer_than_one_poll(server: Server, client: Any, m
     async def hold_one(policy: str, id: str, account: str, call: c.SampleCall, ended: Callable[[], None]) -> Any:
         return await (asyncio.sleep(600) if call.seed == 131313 else sample(policy, id, account, call, ended))
 
-    monkeypatch.setattr(native, "WAIT_S", 0.2)
+    monkeypatch.setattr(wire, "WAIT_S", 0.2)
     monkeypatch.setattr(fleet, "sample", hold_one)
     sampler = client.create_sampling_client(base_model=MODEL).result()
     slow = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=2, seed=131313))

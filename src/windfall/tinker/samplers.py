@@ -138,11 +138,11 @@ class Samplers:
 
     # calls
 
-    def entry(self, account: ApiAccount, call: c.SampleCall) -> Entry:
+    def entry(self, account: ApiAccount, call: c.SampleCall, body: bytes) -> Entry:
         """The call, or the one that was made before with its number. Raises Refusal."""
         sampler = self.get(account, call.sampler)
         id, calls = call_id(sampler.id, call.seq), self._shared.calls
-        entry = calls.entry(id, account, call, sampler=sampler.id, seq=call.seq)
+        entry = calls.entry(id, account, call, body, sampler=sampler.id, seq=call.seq)
         if calls.get(id) is None:
             self._shared.keys.check_calls(account, entry.size)
             terms = self._shared.terms

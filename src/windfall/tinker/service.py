@@ -62,7 +62,7 @@ class TinkerService:
         self.samplers = Samplers(shared, self.sessions, self.weights, sample, fleet, base_policy=base_policy)
         self.models = models = ClientModels(shared, self.sessions, self.weights, train)
         self.copies, self._model_calls = WeightCopies(models), ModelCalls(models, self.samplers, save_updates)
-        self._kinds: dict[type, tuple[Callable[[ApiAccount, Any], Entry], Callable[[Entry], None]]] = {
+        self._kinds: dict[type, tuple[Callable[[ApiAccount, Any, bytes], Entry], Callable[[Entry], None]]] = {
             c.CreateModel: (models.new, models.create),
             c.UnloadModel: (models.new_unload, models.unload),
             c.SampleCall: (self.samplers.entry, self.samplers.begin),
@@ -117,10 +117,11 @@ class TinkerService:
 
     # calls
 
-    async def submit(self, account: ApiAccount, call: c.Call) -> Entry:
-        """Accept a call, or find the one that was made before with its number. Raises Refusal."""
+    async def submit(self, account: ApiAccount, call: c.Call, body: bytes = b"") -> Entry:
+        """Accept a call, or find the one that was made before with its number. `body`: the encoded call, if the caller
+        has it. Raises Refusal."""
         accept, begin = self._kinds[type(call)]
-        entry = accept(account, call)
+        entry = accept(account, call, body or c.encode(call))
         self.sessions.seen(entry.id)
         if self.calls.get(entry.id) is None:
             self.calls.add(entry)

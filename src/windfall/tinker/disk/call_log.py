@@ -111,11 +111,10 @@ class CallLog:
     def get(self, id: str) -> Entry | None:
         return self._entries.get(id)
 
-    def entry(self, id: str, account: ApiAccount, call: c.Call, **owner: Any) -> Entry:
-        """The call that was made before with this id, or a new entry, which is to be added. `owner`: other fields of a
-        new one. Raises Refusal if the call before was another one."""
-        body, found = c.encode(call), self._entries.get(id)
-        digest = c.digest(body)
+    def entry(self, id: str, account: ApiAccount, call: c.Call, body: bytes, **owner: Any) -> Entry:
+        """The call that was made before with this id, or a new entry, which is to be added. `body`: the encoded call.
+        `owner`: other fields of a new one. Raises Refusal if the call before was another one."""
+        found, digest = self._entries.get(id), c.digest(body)
         if found is None:
             return Entry(
                 id=id, account=account.name, digest=digest, call=call, body=body, size=len(body), created=time.time(),

@@ -46,11 +46,11 @@ class ClientModels:
 
     # a new model
 
-    def new(self, account: ApiAccount, call: c.CreateModel) -> Entry:
+    def new(self, account: ApiAccount, call: c.CreateModel, body: bytes) -> Entry:
         """The call that creates a model, or the one that was made before. Raises Refusal."""
         self._sessions.get(account, call.session)
         model, calls = f"{call.session}:train:{call.seq}", self.shared.calls
-        entry = calls.entry(call_id(model, 0), account, call, model=model)
+        entry = calls.entry(call_id(model, 0), account, call, body, model=model)
         if calls.get(entry.id) is None and model not in self.all:
             self.shared.keys.check_models(account, sum(1 for m in self.of(account) if not m.unloaded))
             self._check(account.name, call)
@@ -115,10 +115,10 @@ class ClientModels:
 
     # its end
 
-    def new_unload(self, account: ApiAccount, call: c.UnloadModel) -> Entry:
+    def new_unload(self, account: ApiAccount, call: c.UnloadModel, body: bytes) -> Entry:
         """The call that unloads a model, or the one that was made before. Raises Refusal."""
         model = self.get(account, call.model)
-        return self.shared.calls.entry(f"{model.id}/unload", account, call, model=model.id)
+        return self.shared.calls.entry(f"{model.id}/unload", account, call, body, model=model.id)
 
     def unload(self, entry: Entry) -> None:
         entry.task = self.shared.tasks.start(self._unload(entry))

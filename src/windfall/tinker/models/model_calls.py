@@ -42,10 +42,10 @@ class ModelCalls:
         self._shared, self._weights, self._slots = models.shared, models.weights, models.slots
         self._models, self._samplers, self._save_updates = models, samplers, save_updates
 
-    def entry(self, account: ApiAccount, call: c.ModelCall) -> Entry:
+    def entry(self, account: ApiAccount, call: c.ModelCall, body: bytes) -> Entry:
         """The call of a model, or the one that was made before with its number. Raises Refusal."""
         model, shared = self._models.get(account, call.model), self._shared
-        entry = shared.calls.entry(call_id(model.id, call.seq), account, call, model=model.id, seq=call.seq)
+        entry = shared.calls.entry(call_id(model.id, call.seq), account, call, body, model=model.id, seq=call.seq)
         if shared.calls.get(entry.id) is not None:
             return entry
         if model.unloaded:

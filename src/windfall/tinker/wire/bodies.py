@@ -1,8 +1,9 @@
-"""Receives the bodies of requests within limits, and decompresses them.
+"""Receives the bodies of requests within limits, decompresses and decodes them.
 
-    key is valid ──▶ count the request and its bytes ──▶ read ──▶ decompress
-                          │ 413, 429                      │ 408, 413   │ 400, 413, 415
+    key is valid ──▶ count the request and its bytes ──▶ read ──▶ decompress ──▶ decode
+                          │ 413, 429                      │ 408, 413   │ 400, 413, 415   │ 400, 415
 
+Large bodies are decompressed and decoded in a thread: the event loop answers others meanwhile.
 A body counts for its account and for all accounts together until its request is answered, with the bytes that have
 arrived, then with those after decompression. The SDK sends a request that was refused with 429 again, later.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -23,7 +25,10 @@ MAX_BODY_BYTES = 64 << 20
 """Largest body, before and after decompression. The SDK sends larger batches in several requests."""
 ACCOUNT_BYTES, ALL_BYTES = 256 << 20, 1 << 30
 """Bodies in flight. An account of one client sends at most 50 MB at the same time."""
+LARGE_BYTES = 1 << 20
+"""Bodies from this size on are decoded in a thread: 50 MiB take a second."""
 READ_S = 60.0
+T = TypeVar("T")
 _ALL = ""
 """Stands for all accounts together."""
 
@@ -45,10 +50,14 @@ class BodyReader:
         self._body_bytes, self._read_s = body_bytes, read_s
         self._bytes: Counter[str] = Counter()
         """Bytes in flight of each account, and of _ALL."""
+        self._thread = ThreadPoolExecutor(1, "tinker bodies")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
 
     @asynccontextmanager
-    async def receive(self, request: web.Request, account: str) -> AsyncIterator[bytes]:
-        """The body of a request, which is in flight until the context ends. Raises Refusal."""
+    async def receive(self, request: web.Request, account: str, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+        """What the body of a request says, which is in flight until the context ends. Raises Refusal."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         size = 0
 
@@ -61,9 +70,10 @@ class BodyReader:
 
         self._check(account, request.content_length or 0, request.content_length or 0)
         try:
-            plain = self._plain(await self._read(request, hold), encoding)
+            data = await self._read(request, hold)
+            plain = await self._off_loop(len(data), self._plain, data, encoding)
             hold(len(plain))
-            yield plain
+            yield await self._off_loop(len(plain), decode, plain)
         finally:
             self._count(account, -size)
 
@@ -92,6 +102,12 @@ class BodyReader:
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {self._read_s:g} s") from None
         return bytes(data)
+
+    async def _off_loop(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Do the work in the thread, if it is that of a large body."""
+        if size < LARGE_BYTES:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def _plain(self, data: bytes, encoding: str) -> bytes:
         if encoding == "identity":

@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,7 +26,23 @@ TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 T = TypeVar("T")
 
 
-class CreateSession(Struct):
+class Body(Struct):
+    """The JSON body of a request.
+
+    >>> SessionBody.read(b'{"session_id": "s", "type": "session_heartbeat", "new": null}')
+    SessionBody(session_id='s')
+    >>> SessionBody.read(b'{"session_id": "s", "sesion": 3}')
+    Traceback (most recent call last):
+    windfall.tinker.calls.Refusal: sesion: this field is not known. Did you mean 'session_id'?
+    """
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Raises Refusal."""
+        return convert(read_object(data), cls)
+
+
+class CreateSession(Body):
     tags: list[str] = []
     user_metadata: Metadata | None = None
     sdk_version: str = ""
@@ -34,7 +50,7 @@ class CreateSession(Struct):
     display_name: str | None = None
 
 
-class SessionBody(Struct):
+class SessionBody(Body):
     session_id: Name
 
 
@@ -46,7 +62,7 @@ class LoraFields(Struct):
     train_attn: bool = True
 
 
-class CreateModelBody(Struct):
+class CreateModelBody(Body):
     session_id: Name
     model_seq_id: Number
     base_model: Name
@@ -55,7 +71,7 @@ class CreateModelBody(Struct):
     optimizer_config: dict[str, Any] | None = None
 
 
-class LoadWeightsBody(Struct):
+class LoadWeightsBody(Body):
     path: Name
     optimizer: bool
     model_id: str | None = None
@@ -68,7 +84,7 @@ class LoadWeightsBody(Struct):
     weights_access_token: str | None = None
 
 
-class ModelBody(Struct):
+class ModelBody(Body):
     model_id: Name
 
 
@@ -81,14 +97,14 @@ class AdamFields(Struct):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(Struct):
+class OptimStepBody(Body):
     model_id: Name
     seq_id: Number
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeightsBody(Struct):
+class SaveWeightsBody(Body):
     model_id: Name
     seq_id: Number
     path: str | None = None
@@ -97,7 +113,7 @@ class SaveWeightsBody(Struct):
     user_metadata: Metadata | None = None
 
 
-class SaveForSamplerBody(Struct):
+class SaveForSamplerBody(Body):
     model_id: Name
     seq_id: Number
     path: str | None = None
@@ -107,14 +123,14 @@ class SaveForSamplerBody(Struct):
     user_metadata: Metadata | None = None
 
 
-class CreateSampler(Struct):
+class CreateSampler(Body):
     session_id: Name
     sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
 
-class SamplerBody(Struct):
+class SamplerBody(Body):
     sampling_session_id: Name
 
 
@@ -145,7 +161,7 @@ class SamplingFields(Struct):
     top_p: float = 1.0
 
 
-class SampleBody(Struct):
+class SampleBody(Body):
     sampling_session_id: Name
     seq_id: Number
     prompt: Prompt
@@ -160,7 +176,7 @@ class SampleBody(Struct):
     record_stability_info: bool | None = None
 
 
-class RetrieveBody(Struct):
+class RetrieveBody(Body):
     request_id: Name
     allow_metadata_only: bool = False
 
@@ -171,22 +187,22 @@ class FuturesTarget(Struct):
     cloned_sampler_id: Number = 0
 
 
-class RetrieveManyBody(Struct):
+class RetrieveManyBody(Body):
     target: FuturesTarget
     prev_cursor: Number = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
     retrieved_request_ids: list[str] = []
 
 
-class RequestBody(Struct):
+class RequestBody(Body):
     request_id: Name
 
 
-class PathBody(Struct):
+class PathBody(Body):
     tinker_path: Name
 
 
-class CopyWeightsBody(Struct):
+class CopyWeightsBody(Body):
     source_path: Name
     session_id: str | None = None
     model_seq_id: Number | None = None
@@ -195,7 +211,7 @@ class CopyWeightsBody(Struct):
     weights_access_token: str | None = None
 
 
-class TtlBody(Struct):
+class TtlBody(Body):
     ttl_seconds: TtlSeconds | None = None
 
 
@@ -203,12 +219,12 @@ class FinishReason(Struct):
     type: str
 
 
-class FinishBody(Struct):
+class FinishBody(Body):
     reason: FinishReason
     detail: str | None = None
 
 
-class SearchBody(Struct):
+class SearchBody(Body):
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: Metadata = {}
@@ -217,18 +233,6 @@ class SearchBody(Struct):
     statuses: list[dict[str, Any]] | None = None
     limit: Annotated[int, Meta(ge=1, le=200)] = 50
     cursor: dict[str, str] | None = None
-
-
-def read(data: bytes, kind: type[T]) -> T:
-    """The fields of a body. Raises Refusal.
-
-    >>> read(b'{"session_id": "s", "type": "session_heartbeat", "new": null}', SessionBody)
-    SessionBody(session_id='s')
-    >>> read(b'{"session_id": "s", "sesion": 3}', SessionBody)
-    Traceback (most recent call last):
-    windfall.tinker.calls.Refusal: sesion: this field is not known. Did you mean 'session_id'?
-    """
-    return convert(read_object(data), kind)
 
 
 def read_object(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From the JSON bodies of requests to calls of the service. What cannot be honored is refused in words.
+"""From the bodies of requests to calls of the service. What cannot be honored is refused in words.
 
 A call of a model that is refused still takes its place in the order of the calls of the model (calls.RefusedCall).
 """
@@ -9,14 +9,41 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from windfall.tinker import calls as c
 from windfall.tinker.calls import Refusal
 from windfall.tinker.wire import fields as f
+from windfall.tinker.wire import samples
 from windfall.tinker.wire.fields import MAX_ECHO
 from windfall.training import Adam
 from windfall.types import Sampling
 
 SEEDS = 1 << 63
+
+
+Encoded = tuple[c.Call, bytes]
+"""A call, and how it is stored."""
+
+
+def native(data: bytes) -> Encoded:
+    """The call in a body of windfall.client. Raises Refusal."""
+    try:
+        return c.decode_call(data), data
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise Refusal(400, f"the body is no call in msgpack: {e}. Use windfall.client of this version.") from e
+
+
+def forward(data: bytes) -> Encoded:
+    """The call in a protobuf body. Raises Refusal."""
+    call = samples.forward_call(data)
+    return call, c.encode(call)
+
+
+def call(convert: Callable[[dict[str, Any]], c.Call], data: bytes) -> Encoded:
+    """The call in a JSON body. Raises Refusal."""
+    found = model_call(f.read_object(data), convert)
+    return found, c.encode(found)
 
 
 def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]) -> c.Call:

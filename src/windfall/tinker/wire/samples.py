@@ -52,7 +52,7 @@ def forward_call(data: bytes) -> ForwardCall | ForwardBackwardCall | RefusedCall
     try:
         request = messages.read("ForwardBackwardRequest", data)
     except ValueError as e:
-        raise Refusal(400, f"the body is {e}") from None
+        raise Refusal(415, f"the body is {e}. Use an SDK from 0.35 on.") from None
     if not request.model_id or request.seq_id < 1:
         raise Refusal(400, "the body has no model_id, or no seq_id from 1 on")
     try:

@@ -499,33 +499,53 @@ class Ledger:
 
     def lost_tokens(self) -> int:
         """Number of accepted tokens that are in no response. This is always 0."""
-        open_tokens = sum(_generated(e.episode, e.recorded) for e in self.entries.values())
+        return self._lost(sum(_generated(e.episode, e.recorded) for e in self.entries.values()))
+
+    def _lost(self, open_tokens: int) -> int:
         return self.counts.accepted - open_tokens - self.counts.closed - self.counts.withdrawn - self.counts.discarded
 
     def check(self) -> None:
-        """Raise AssertionError if a rule above is broken."""
-        assert self.lost_tokens() == 0, f"{self.lost_tokens()} tokens lost: {self.counts}"
-        assert all(len(set(queue)) == len(queue) for queue in self.queues.values()), "a response is queued twice"
-        queued = {(e.policy, i) for i, e in self.entries.items() if e.state == "queued"}
-        assert queued == {(p, i) for p, queue in self.queues.items() for i in queue}, "queues and entries disagree"
-        running = {e.handle for e in self.entries.values() if e.state == "running"}
-        assert +self.running_of == Counter(e.policy for e in self._running.values()), "wrong counts of running ones"
-        assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
-        assert not running & set(self._ended), "a handle has ended and is running"
-        assert all(self.context(w) == sum(map(context_of, held.values())) for w, held in self._by_worker.items())
+        """Raise AssertionError if a rule above is broken. Tests call it after every callback of a loop: one pass."""
+        queued, running = set[tuple[str, str]](), dict[int, LedgerEntry]()
+        contexts, policies = dict.fromkeys(self._by_worker, 0), dict[str, int]()
+        open_tokens = 0
         for id, e in self.entries.items():
-            n = len(e.episode.tokens)
-            assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
-            assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: wrong versions"
-            assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
-            named = sum(count for _, count in e.episode.engine_runs)
-            assert named <= _generated(e.episode), f"{id}: {named} tokens have an engine"
-            assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
-            allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
-            assert allowed, f"{id}: tokens of another version than {e.episode.version}"
-            window = self._windows.get(e.policy, ())
-            in_window = not window or e.version in window or e.version == e.episode.version
-            assert e.state != "running" or in_window, f"{id}: assigned with version {e.version}, not in the window"
+            episode, state = e.episode, e.state
+            n = len(episode.tokens)
+            if state == "queued":
+                queued.add((e.policy, id))
+            elif state == "running":
+                running[e.handle] = e
+                contexts[e.worker] = contexts.get(e.worker, 0) + len(episode.prompt) + n
+                policies[e.policy] = policies.get(e.policy, 0) + 1
+                window = self._windows.get(e.policy, ())
+                in_window = not window or e.version in window or e.version == episode.version
+                assert in_window, f"{id}: assigned with version {e.version}, not in the window"
+            recorded = sampled = named = 0
+            for version, count in episode.version_runs:
+                recorded += count
+                sampled += count if version >= 0 else 0
+                allowed = episode.version is None or version in (-1, episode.version)
+                assert allowed, f"{id}: tokens of another version than {episode.version}"
+            for _, count in episode.engine_runs:
+                named += count
+            open_tokens += sampled + n - e.recorded
+            assert n == len(episode.logprobs) <= episode.max_tokens, f"{id}: wrong lengths"
+            assert recorded == e.recorded <= n, f"{id}: wrong versions"
+            assert (episode.finish is not None) == (state == "turn"), f"{id} is {state}"
+            assert named <= sampled, f"{id}: {named} tokens have an engine"
+            assert state == "running" or recorded == n, f"{id}: tokens without a version"
+        assert self._lost(open_tokens) == 0, f"{self._lost(open_tokens)} tokens lost: {self.counts}"
+        waiting = [(policy, id) for policy, queue in self.queues.items() for id in queue]
+        assert len(waiting) == len(set(waiting)), "a response is queued twice"
+        assert queued == set(waiting), "queues and entries disagree"
+        assert running == self._running, "the running responses and their handles disagree"
+        assert sum(map(len, self._by_worker.values())) == len(running), "workers hold responses that do not run"
+        held = all(self._by_worker.get(e.worker, {}).get(handle) is e for handle, e in running.items())
+        assert held, "a running response is not held by its worker"
+        assert {policy: n for policy, n in self.running_of.items() if n} == policies, "wrong counts of running ones"
+        assert not any(handle in self._ended for handle in running), "a handle has ended and is running"
+        assert all(self.context(worker) == tokens for worker, tokens in contexts.items()), "wrong sums of contexts"
 
 
 def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:

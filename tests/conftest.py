@@ -54,7 +54,8 @@ HERE = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Start an import server for all test processes, so that not every run of a test imports torch. Without
     run_in_parallel.py there is none, and every run starts as a user's run does."""
-    if not config.pluginmanager.has_plugin(run_in_parallel.NAME):
+    parallel = config.pluginmanager.get_plugin(run_in_parallel.NAME)
+    if parallel is None:
         return
     folder = tempfile.mkdtemp(prefix="windfall-tests-")
     path = f"{folder}/imports"
@@ -64,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     server = subprocess.Popen(
         [sys.executable, parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command],
         start_new_session=True,  # Ctrl-C is for the tests; it ends with them
+        env={name: value for name, value in os.environ.items() if name not in parallel.added},
         cwd=HERE.parent,
     )
 

@@ -72,7 +72,7 @@ class InParallel:
 
     def __init__(self, count: int, added: list[str]) -> None:
         self._count = count
-        self._added = added
+        self.added = added
         """Environment variables that are only for the collection."""
         self._session: pytest.Session
         self._groups: list[list[int]] = []
@@ -86,7 +86,7 @@ class InParallel:
             return None  # as pytest does it
         if (threads := fork_server.count_threads()) != 1:
             raise pytest.UsageError(f"collecting the tests started {threads - 1} threads, so no process can be forked")
-        for name in self._added:
+        for name in self.added:
             del os.environ[name]
         self._session = session
         groups: dict[str, list[int]] = {}

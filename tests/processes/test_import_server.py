@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from windfall.processes import fork_client
 from windfall.processes.fork_client import ForkClient
 
 SLEEP = "import time; print('up'); time.sleep(60)"
@@ -75,6 +76,13 @@ def test_workers_have_what_the_import_server_imported(
     (fork_server, above, imported_by), log = parents(tmp_path, toy_env)
     assert above == imported_by == toy_import_server.pid != fork_server
     assert log == ""
+
+
+@pytest.mark.skipif(fork_client.RUNNER not in os.environ, reason="only tests/run_in_parallel.py has an import server")
+def test_runs_of_tests_get_their_fork_server_from_the_import_server(tmp_path: Path, toy_env: dict[str, str]) -> None:
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    assert parents(tmp_path, env)[1] == ""
 
 
 def test_more_folders_in_front_of_pythonpath(

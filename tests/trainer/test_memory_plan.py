@@ -43,9 +43,11 @@ def eight_billion() -> Any:
 
 
 def recipe(
-    *, lora: bool = False, local: bool = False, kl: float = 0.0, offload: Any = "auto", optimizer: str = "adamw"
-) -> Recipe:
-    train = {"offload": offload, "optimizer": optimizer} | ({"lora": {"rank": 4}} if lora else {})
+    *, lora: bool = False, local: bool = False, kl: float = 0.0, offload: Any = "auto", optimizer: str = "adamw",
+    micro_tokens: int = 0,
+) -> Recipe:  # fmt: skip
+    train: dict[str, Any] = {"offload": offload, "optimizer": optimizer, "micro_tokens": micro_tokens}
+    train |= {"lora": {"rank": 4}} if lora else {}
     return parse_recipe({"train": train, "fleet": {"local": local}, "algorithm": {"kl": kl}}, where="test")
 
 
@@ -141,6 +143,21 @@ def test_smaller_packs_if_host_memory_is_short() -> None:
     assert short.peak_bytes <= 141 * GB
 
 
+def test_packs_of_a_given_size_decide_what_else_fits() -> None:
+    small, chosen, large = (plan(recipe(micro_tokens=n)) for n in (4096, 0, 32_768))
+    assert [small.pack_tokens, large.pack_tokens] == [4096, 32_768]
+    assert small.layout.host_share < chosen.layout.host_share < large.layout.host_share
+    assert large.peak_bytes <= 141 * GB
+    whole_response, shorter = (plan(recipe(micro_tokens=n)) for n in (2048, 100))
+    assert shorter == whole_response, "a response is never split over packs"
+    with pytest.raises(WindfallError, match="mostly for activations") as refused:
+        plan(recipe(micro_tokens=400_000))
+    assert "What fits: a lower train.micro_tokens" in str(refused.value)
+    responses = recipe().rollout.groups * recipe().rollout.group_size
+    few = plan_memory(recipe(micro_tokens=10**7), eight_billion(), 32, free=125 * GB, total=141 * GB, host=200 * GB)
+    assert few.pack_tokens == 32 * responses, "a step has no more tokens"
+
+
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(WindfallError, match=r"needs 147 GB on the GPU.*can be used") as refused:
         plan(recipe(offload=False))
@@ -152,7 +169,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert "What fits: train.ranks = 2, or adapters" in str(refused.value)
     with pytest.raises(WindfallError, match=r"and 98 GB of host memory; 80 GB and 40 GB can be used"):
         plan(recipe(), 80 * GB, host=50 * GB)
-    sizes = {"gpu_bytes": 80e9, "host_bytes": 100e9, "wanted": 1e9, "least": 1e9}
+    sizes: dict[str, Any] = {"gpu_bytes": 80e9, "host_bytes": 100e9, "wanted": 1e9, "least": 1e9}
     with pytest.raises(WindfallError, match="What fits: adapters"):
         choose(StateLayout(trained=10**14), "auto", **sizes)
     with pytest.raises(WindfallError, match="What fits: GPUs with more memory"):

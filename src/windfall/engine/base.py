@@ -10,10 +10,6 @@ from typing import Any, Protocol
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Request
 
-MAX_KEPT_SHARE = 0.25
-"""Weights with an adapter that are larger than this share of the free memory are freed while they are not used. Smaller
-ones are kept: if they get other addresses, an engine must capture its graphs again."""
-
 
 @dataclass(kw_only=True, slots=True)
 class Counters:

@@ -198,7 +198,7 @@ def derive(
         whole_base = needed < WHOLE_BASE_SHARE * free_bytes(device)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
-    of_rank = micro / recipe.train.context_parallel
+    of_rank = max(micro, longest) / recipe.train.context_parallel
     kept = of_rank * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
     return Derived(

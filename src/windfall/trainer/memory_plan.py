@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.engine.base import MAX_KEPT_SHARE
 from windfall.recipe.lora import Lora
 from windfall.recipe.sections import Recipe
 from windfall.trainer.model import activation_memory
@@ -60,33 +59,38 @@ def plan_memory(
     for the `local_ranks` of this machine. `place`: as in `layout_of`. Raises WindfallError if nothing fits."""
     layout, context = layout_of(recipe, model, **place), recipe.train.context_parallel
     shape, width = ModelShape.of(model.config.to_dict()), model.dtype.itemsize
-    each, layers, of_rank = shape.kept(width), shape.layers, -(-longest // context)
+    asked = min(recipe.train.micro_tokens, longest * recipe.rollout.groups * recipe.rollout.group_size)
+    pack = max(longest, asked)  # a response is never split over packs
+    each, layers, of_rank = shape.kept(width), shape.layers, -(-pack // context)
     whole = width * sum(p.numel() for p in model.parameters())
     if SOCKET in os.environ:  # states of other jobs sleep when this one trains
         free = max(free, residence.STATE_SHARE * total)
-    copies, adapters = _copies(recipe, layout, whole, free), layout.trained if layout.frozen else 0
+    copies, adapters = _copies(recipe, layout, whole), layout.trained if layout.frozen else 0
     budget = rank_budget(shape, layout.ranks, pack_tokens=1, value_bytes=width, adapter_parameters=adapters)
     others = copies + budget.gathered
     room = free + (0 if layout.sharded else whole)
     share = 1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0
     least = activation_memory.needed_bytes(of_rank, layers, each, least=True) / share + others
-    wanted = activation_memory.needed_bytes(max(of_rank, activation_memory.SMALL_PACK), layers, each) / share + others
+    comfortable = of_rank if asked else max(of_rank, activation_memory.SMALL_PACK)
+    wanted = activation_memory.needed_bytes(comfortable, layers, each) / share + others
     layout = state_layout.choose(
         layout, recipe.train.offload, gpu_bytes=room, wanted=wanted, least=least,
         host_bytes=residence.MEMORY_SHARE * host / local_ranks,
+        others=["a lower train.micro_tokens"] if asked > longest else [],
     )  # fmt: skip
     if not layout.sharded:  # nothing is gathered
         others = copies
     left = (room - others - layout.gpu_bytes) * share
-    pack = recipe.train.micro_tokens or context * activation_memory.pack_tokens(left, layers, each, of_rank)
+    if not asked:
+        pack = context * activation_memory.pack_tokens(left, layers, each, of_rank)
     kept = activation_memory.needed_bytes(-(-pack // context), layers, each) * activation_memory.MAX_MEMORY_SHARE
     kept = min(kept, activation_memory.MAX_MEMORY_SHARE * left)
     return MemoryPlan(layout=layout, pack_tokens=pack, peak_bytes=layout.gpu_bytes + kept + others)
 
 
-def _copies(recipe: Recipe, layout: StateLayout, whole: float, free: float) -> float:
+def _copies(recipe: Recipe, layout: StateLayout, whole: float) -> float:
     """Bytes of other copies of the weights. `whole`: of one copy."""
     if recipe.train.lora is None:  # the KL reference
         return whole / layout.ranks * (recipe.algorithm.kl > 0)
-    # The own engine has merged copies, or with several ranks a whole one, which it frees for training if it is large.
-    return whole * (recipe.fleet.local and (not layout.sharded or whole <= MAX_KEPT_SHARE * free))
+    # The own engine has merged copies; with several ranks a whole one, which it frees for training.
+    return whole * (recipe.fleet.local and not layout.sharded)

@@ -144,13 +144,14 @@ Offload = bool | Literal["auto"]
 
 
 def choose(
-    layout: StateLayout, offload: Offload, *, gpu_bytes: float, host_bytes: float, wanted: float, least: float
-) -> StateLayout:
+    layout: StateLayout, offload: Offload, *, gpu_bytes: float, host_bytes: float, wanted: float, least: float,
+    others: Sequence[str] = (),
+) -> StateLayout:  # fmt: skip
     """The layout with the least in host memory that fits into `gpu_bytes` beside the `wanted` bytes, or at least beside
     `least`: activations, and what else is on the GPU. A frozen base that would be split is whole if that fits beside
-    `wanted`. Raises WindfallError, which says what would fit, if there is
-    none. `offload`: as in the recipe; True puts into host memory what may be there, False nothing. `host_bytes`: free
-    there, for each rank.
+    `wanted`. Raises WindfallError if there is none, which says what would fit; `others`: what the caller knows of that.
+    `offload`: as in the recipe; True puts into host memory what may be there, False nothing. `host_bytes`: free there,
+    for each rank.
 
     >>> options = {"gpu_bytes": 141e9, "host_bytes": 100e9, "wanted": 30e9, "least": 5e9}
     >>> round(choose(StateLayout(trained=8_190_000_000), "auto", **options).host_share, 2)
@@ -180,7 +181,7 @@ def choose(
         host, have = f", and {found.host_bytes / 1e9:.0f} GB of host memory", f"{have} and {host_bytes / 1e9:.0f} GB"
     # More ranks on the same machine share its memory.
     more = _more_ranks(layout, lambda n: fits(chosen(n), host_bytes * layout.ranks / n.ranks))
-    options = [f"train.ranks = {more}"] if more else []
+    options = [*others, *([f"train.ranks = {more}"] if more else [])]
     smaller = replace(layout, moment_bytes=MOMENT_BYTES["adamw_8bit"])
     if not layout.frozen and smaller != layout and fits(chosen(smaller)):
         options.insert(0, 'train.optimizer = "adamw_8bit"')

@@ -11,6 +11,7 @@ import numpy as np
 
 from windfall.algorithms.base import Floats, SampledTokens
 from windfall.algorithms.given import Loss
+from windfall.chosen_experts import UNKNOWN
 from windfall.errors import WindfallError
 from windfall.types import Response
 
@@ -64,6 +65,14 @@ class Sample:
     def share(self) -> float:
         """The share of the response's sampled tokens that are in this sequence. Shares of a response add up to 1."""
         return len(self.targets) / self.whole if self.whole else 1.0
+
+    @property
+    def replayed(self) -> int:
+        """Number of targets with known experts: those of the token before, which predicts the target."""
+        if not self.experts:
+            return 0
+        rows = np.frombuffer(self.experts, np.uint8).reshape(len(self.ids) - 1, -1)
+        return int((rows[np.array(self.targets, int) - 1] != UNKNOWN[0]).any(1).sum())
 
     def tokens(self, logp: Floats) -> SampledTokens:
         """What a given loss is a function of. `logp`: log-probs of the targets now."""

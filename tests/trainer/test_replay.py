@@ -13,15 +13,17 @@ from torch.nn.functional import linear, softmax
 
 from tests.support.hostile import models as hostile
 from tests.support.small_models import drain, engine, experts_model, requests, tokens
+from windfall.algorithms import make
 from windfall.chosen_experts import UNKNOWN
 from windfall.engine.selftest.small_model import _weight_names
 from windfall.errors import WindfallError
 from windfall.models.attention import NAME
 from windfall.models.experts import ExpertReader
+from windfall.recipe.file import parse_recipe
 from windfall.trainer import selftest
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner, pack_experts
-from windfall.trainer.trainer import TokenTotals
+from windfall.trainer.trainer import TokenTotals, TorchTrainer
 from windfall.training import Sample
 
 CHOSEN = 2
@@ -176,6 +178,22 @@ def test_loads_of_experts_count_every_known_choice() -> None:
     assert totals.expert_load() == 0
     totals.loads = totals.loads + np.array([[3, 1, 0, 0], [1, 1, 1, 1]])
     assert totals.expert_load() == 2.0, "3 times as many as the average expert, and as many"
+
+
+def test_only_tokens_with_known_experts_count_as_replayed() -> None:
+    """As when a response ends on a worker whose engine records none."""
+    samples = [replace(s, advantage=1.0) for s in random_samples()]
+    assert [s.replayed for s in samples] == [len(samples[0].targets) - 1, len(samples[1].targets) - 1, 0]
+    for replay in ("auto", True):
+        train = {"replay_routing": replay, "engine_gap_limit": 100.0}
+        options: dict[str, Any] = {"micro_tokens": 64}
+        trainer = TorchTrainer(model(), make("grpo"), parse_recipe({"train": train}, where="test"), **options)
+        trainer.forward_backward(samples)
+        if replay is True:
+            with pytest.raises(WindfallError, match="the engines did not record the experts of 10 of 24 tokens"):
+                trainer.optim_step()
+        else:
+            assert trainer.optim_step().replayed_experts == pytest.approx(14 / 24)
 
 
 def test_experts_of_another_model_are_refused() -> None:

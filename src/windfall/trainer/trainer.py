@@ -302,7 +302,7 @@ class TorchTrainer:
                 kl=0.0 if ref is None else k3(now, ref),
                 divisor=share,
                 responses=s.share,
-                replayed_experts=len(now) if s.experts and self.replays else 0,
+                replayed_experts=s.replayed if self.replays else 0,
             )
             out.append(w)
         return np.concatenate(out)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,15 @@ from windfall.training import CheckpointState, Report, Sample, TrainerLost, samp
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 
 
-def play(folder: Path, loop: Callable[[OpenedPolicy], Awaitable[None]]) -> None:
+def play(folder: Path, loop: Callable[[OpenedPolicy], Awaitable[None]], **more: Any) -> None:
     recipe = parse_recipe(
         {
             "run": {"name": "own", "folder": str(folder), "device": "cpu", "threads": 1, "deterministic": True},
             "model": {"path": "tiny"},
             "rollout": {"groups": 2, "group_size": 4, "max_tokens": 24, "order": "context"},
             "train": {"lr": 1e-3},
-        },
+        }
+        | more,
         where="test",
     )
 
@@ -92,15 +94,40 @@ def test_lengths_of_groups_are_learned_and_groups_forgotten(tmp_path: Path) -> N
     play(tmp_path, loop)
 
 
-def test_fp8_cache_is_refused_without_the_loop_that_guards_it() -> None:
+@pytest.mark.parametrize(
+    ("changes", "where", "what"),
+    [
+        ({"engine": {"kv_dtype": "fp8"}}, "engine.kv_dtype", "cannot use a KV cache in fp8"),
+        ({"train": {"ranks": 2}}, "train.ranks", "in its own process, alone"),
+        ({"train": {"ranks": 2, "context_parallel": 2}}, "train.context_parallel", "in its own process, alone"),
+        ({"train": {"rendezvous": "10.0.0.5:29400"}}, "train.rendezvous", "in its own process, alone"),
+        ({"policies": {"a": {}, "b": {}}, "train": {"lora": {}}}, "policies", "has one policy"),
+    ],
+)
+def test_what_needs_a_whole_run_is_refused(changes: dict[str, Any], where: str, what: str) -> None:
     async def run() -> None:
-        recipe = parse_recipe({"model": {"path": "tiny"}, "engine": {"kv_dtype": "fp8"}}, where="test")
-        async with open_policy(recipe):
+        async with open_policy(parse_recipe({"model": {"path": "tiny"}, **changes}, where="test")):
             raise AssertionError("opened")
 
-    with pytest.raises(WindfallError, match="cannot use a KV cache in fp8") as e:
+    with pytest.raises(WindfallError, match=what) as e:
         asyncio.run(run())
-    assert (e.value.where, "auto" in str(e.value.fix)) == ("engine.kv_dtype", True)
+    assert e.value.where == where
+    assert e.value.fix
+
+
+def test_adapters_are_trained_beside_their_base(tmp_path: Path) -> None:
+    """With a KL penalty, whose reference is the base."""
+
+    async def loop(opened: OpenedPolicy) -> None:
+        reports = [await step(opened, n) for n in (1, 2)]
+        assert [r.kl > 0 for r in reports] == [False, True], "the first adapter changes nothing"
+        assert max(r.engine_gap for r in reports) < 1e-3, "the engine has the adapter"
+        path = Path(await opened.policy.save(id="save"))
+        assert (path / "adapter_model.safetensors").is_file()
+        with pytest.raises(WindfallError, match="cannot load a checkpoint while it runs"):
+            await opened.policy.load(str(path), id="load")
+
+    play(tmp_path, loop, train={"lr": 1e-2, "lora": {"rank": 4}}, algorithm={"kl": 0.1})
 
 
 def test_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:

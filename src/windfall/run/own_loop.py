@@ -34,9 +34,10 @@ from windfall.models.text import Text
 from windfall.recipe.sections import Recipe
 from windfall.run.commands.in_process import in_process_worker
 from windfall.trainer import checkpoint, trained_weights
-from windfall.trainer.derived import derive, fingerprint, spec, text_for
+from windfall.trainer.derived import base_spec, checked, derive, fingerprint, text_for
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerWeights
-from windfall.trainer.service import TrainerService
+from windfall.trainer.service import TrainerService, cannot_load
+from windfall.trainer.trained_weights import TrainedWeights
 from windfall.training import CheckpointState
 
 SECRET = "one process"
@@ -85,21 +86,29 @@ class _MemoryDialer:
 @contextlib.asynccontextmanager
 async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIterator[OpenedPolicy]:
     """Open the model of the recipe for training. Of the recipe, [run], [model], [algorithm], [rollout], [train] and
-    [engine] count; checkpoints go to run.folder/run.name. `longest_prompt`: in tokens. Raises WindfallError for a KV
-    cache in fp8: only the loop of a run goes back from it if log-probs differ too much."""
+    [engine] count; checkpoints go to run.folder/run.name. `longest_prompt`: in tokens. Raises WindfallError for what
+    needs the processes or the loop of a run."""
     from windfall.trainer.trainer import TorchTrainer
 
-    if recipe.engine.kv_dtype == "fp8":
-        what = "a loop of your own cannot use a KV cache in fp8: nothing would leave fp8 if log-probs differ too much"
-        raise WindfallError(what, where="engine.kv_dtype", fix="Set engine.kv_dtype = 'auto'.")
+    _check(recipe)
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(recipe.model.path, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(recipe.model.path)
     text = text_for(tokenizer, model, recipe.chat.options())
     derived = derive(recipe, model, device, dtype, [longest_prompt])
-    engine_spec = spec(recipe, model.config, dtype, derived.longest)
-    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, host_share=derived.host_share)
+    must_replay = recipe.train.replay_routing is True
+    engine_spec = base_spec(recipe, recipe.names(), model.config, dtype, {"": derived.longest})
+    engine_spec = checked(engine_spec, device, model, must_replay=must_replay)
+    weights = trained_weights.prepare(model, recipe, None, dtype=dtype)
+    algorithm, reference = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), None
+    if recipe.algorithm.kl:
+        reference = weights.adapters or load.load(recipe.model.path, dtype=dtype, device=device)
+    trainer = TorchTrainer(
+        model, algorithm, recipe, micro_tokens=derived.micro_tokens, host_share=derived.host_share,
+        adapters=weights.adapters, reference=reference,
+    )  # fmt: skip
+    if derived.checkpoint_activations and trainer.learner.has_graph:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     events = EventLog(Path("/dev/null"))
     dispatch = Dispatch(events=events, vocabulary=model.config.vocab_size, order=recipe.rollout.order)
     policy = FleetPolicy(dispatch, stop=text.stop, sampling=recipe.rollout.sampling(), seed=recipe.run.seed)
@@ -121,16 +130,17 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         dialer=_MemoryDialer(gate, policy),  # pyright: ignore[reportArgumentType]
         hello=hello,
         publish=lambda version, order: _LocalVersion(version),
-        save=partial(_save, recipe, model, tokenizer, trainer),
-        load=partial(trained_weights.load_into, model, trainer),
+        save=partial(_save, recipe, weights, tokenizer, trainer),
+        load=partial(trained_weights.load_into, model, trainer) if weights.adapters is None else cannot_load,
         address=lambda: _MemoryDialer.url,
     )
-    engine, slots = build_engine(engine_spec, device, model=model)
-    turn = service.engine.turn
-    shared = TrainerEngine(engine, turn, published=lambda: service.manifest, share_memory=device == "cuda")
+    merged, published = weights.merged(), TrainerWeights(lambda: service.manifest)
+    engine, slots = build_engine(engine_spec, device, model=model if merged is None else merged.module)
+    shared = TrainerEngine(
+        engine, service.engine.turn, published=published.published, share_memory=device == "cuda", merged=merged
+    )
     service.engine.engine = shared
-    weights = TrainerWeights(lambda: service.manifest)
-    pull = lambda order, stop: weights.pull(order, stop=stop)  # noqa: E731
+    pull = lambda order, stop: published.pull(order, stop=stop)  # noqa: E731
     serving = asyncio.create_task(service.run(), name="trainer")
     try:
         first = await policy.connected(START_S)
@@ -143,15 +153,29 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
         events.close()
 
 
-def _save(recipe: Recipe, model: Any, tokenizer: Any, trainer: Any, state: CheckpointState) -> Path:
+def _check(recipe: Recipe) -> None:
+    """Raise WindfallError for options that a loop in one process cannot have."""
+    if recipe.engine.kv_dtype == "fp8":  # only the loop of a run goes back from it
+        what = "a loop of your own cannot use a KV cache in fp8: nothing would leave fp8 if log-probs differ too much"
+        raise WindfallError(what, where="engine.kv_dtype", fix="Set engine.kv_dtype = 'auto'.")
+    train, fix = recipe.train, "Remove it, or use `windfall train`."
+    if recipe.policies:
+        raise WindfallError("a loop of your own has one policy", where="policies", fix=fix)
+    if train.ranks not in ("auto", 1) or train.context_parallel > 1 or train.rendezvous:
+        key = "rendezvous" if train.rendezvous else "context_parallel" if train.context_parallel > 1 else "ranks"
+        raise WindfallError("a loop of your own trains in its own process, alone", where=f"train.{key}", fix=fix)
+
+
+def _save(recipe: Recipe, weights: TrainedWeights, tokenizer: Any, trainer: Any, state: CheckpointState) -> Path:
     folder = Path(recipe.run.folder) / recipe.run.name / "checkpoints"
     return checkpoint.save(
         folder,
         state,
-        write_model=model.save_pretrained,
+        write_model=weights.saved.save_pretrained,
         tokenizer=tokenizer,
         write_optimizer=trainer.write_optimizer,
         keep=recipe.checkpoint.keep,
+        base=weights.base,
     )
 
 

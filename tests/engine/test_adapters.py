@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from tests.support.adapter_case import RANK, given, merged, random_adapter
 from tests.support.continuation import check_continuation, of_chunks
 from tests.support.gpu_case import graph_engine
-from tests.support.small_models import drain, engine, logprobs, requests, tokens
+from tests.support.quick_cases import quick_cases
+from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.errors import WindfallError
 from windfall.types import Request
 from windfall.weights.merged import MergedWeights
@@ -56,16 +58,21 @@ def three(model: Any) -> dict[str, Any]:
 
 
 @ENGINES
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("plain", "count"),
+    quick_cases(product(MODELS, [1, 3]), quick=[("llama", 1), *((n, 3) for n in MODELS)]),
+    indirect=["plain"],
+)
 def test_each_response_is_that_of_its_own_policy(model: Any, kind: str, count: int) -> None:
     adapters = dict(list(three(model).items())[:count])
     wanted = asked(list(adapters))
     made = drain(with_adapters(kind, model, adapters), wanted)
-    for r in wanted:
-        oracle = merged(model, adapters[r.policy]) if adapters[r.policy] else model
-        alone = drain(MAKE[kind](oracle, **HOW), [replace(r, policy="")])[r.id]
-        assert tokens(made[r.id]) == tokens(alone)
-        assert logprobs(made[r.id]) == pytest.approx(logprobs(alone), abs=CLOSE)
+    for policy, adapter in adapters.items():
+        own = [replace(r, policy="") for r in wanted if r.policy == policy]
+        alone = drain(MAKE[kind](merged(model, adapter) if adapter else model, **HOW), own)
+        for r in own:
+            assert tokens(made[r.id]) == tokens(alone[r.id])
+            assert logprobs(made[r.id]) == pytest.approx(logprobs(alone[r.id]), abs=CLOSE)
     changed = [r for r in wanted if adapters[r.policy]]
     base = drain(MAKE[kind](model, **HOW), [replace(r, policy="") for r in changed])
     assert any(tokens(base[r.id]) != tokens(made[r.id]) for r in changed), "the adapters change nothing"

@@ -17,16 +17,24 @@ import torch
 
 from tests.support.adapter_case import RANK, given, random_adapter
 from tests.support.gpu_case import graph_engine
+from tests.support.quick_cases import quick_cases
 from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+MODE_VALUES = [(False, False), (True, False), (True, True)]
 MODES_AND_SPECULATION = pytest.mark.parametrize(
-    ("deterministic", "speculation"),
-    [(False, False), (True, False), (True, True)],
-    ids=["fast", "deterministic", "speculation"],
+    ("deterministic", "speculation"), MODE_VALUES, ids=["fast", "deterministic", "speculation"]
+)
+TWO_MODELS_MODES_AND_SPECULATION = pytest.mark.parametrize(
+    ("plain", "deterministic", "speculation"),
+    quick_cases(
+        [(name, *mode) for name in MODELS for mode in MODE_VALUES],
+        quick=[("mistral-window", False, False), ("llama", True, False), ("mistral-window", True, True)],
+    ),
+    indirect=["plain"],
 )
 SPECULATION = pytest.mark.parametrize("speculation", [False, True], ids=["plain", "speculation"])
 pytestmark = pytest.mark.usefixtures("any_width")
@@ -76,9 +84,13 @@ def graph_engine_of_copy(model: Any, **options: Any) -> Engine:
     return graph_engine(copy.deepcopy(model), **options)
 
 
-@SPECULATION
-@pytest.mark.parametrize("adapters", [0, 1, 3])
-@pytest.mark.parametrize("make", [engine, graph_engine_of_copy], ids=["torch", "cuda"])
+@pytest.mark.parametrize(
+    ("make", "adapters", "speculation"),  # every pair of values
+    [
+        (engine, 0, False), (engine, 1, True), (engine, 3, False),
+        (graph_engine_of_copy, 0, True), (graph_engine_of_copy, 1, False), (graph_engine_of_copy, 3, True),
+    ],
+)  # fmt: skip
 def test_every_method(model: Any, make: Any, speculation: bool, adapters: int) -> None:
     """With adapters, the responses are those of a policy without one, beside others (test_adapters.py has them)."""
     expected = {id: tokens(chunks) for id, chunks in drain(engine(model), requests(3, longest=20)).items()}
@@ -167,8 +179,7 @@ def test_fast_mode_differs_only_by_rounding(model: Any, record_property: Any) ->
     assert changed <= 1
 
 
-@MODES_AND_SPECULATION
-@TWO_MODELS
+@TWO_MODELS_MODES_AND_SPECULATION
 def test_evicted_requests_generate_the_same_tokens(model: Any, deterministic: bool, speculation: bool) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(engine(model, deterministic=deterministic), asked)
@@ -189,8 +200,7 @@ def test_siblings_share_the_pages_of_their_prompt(model: Any) -> None:
         assert tokens(made[str(i)]) == tokens(alone)
 
 
-@MODES_AND_SPECULATION
-@TWO_MODELS
+@TWO_MODELS_MODES_AND_SPECULATION
 def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(
     model: Any, deterministic: bool, speculation: bool
 ) -> None:
@@ -272,6 +282,7 @@ def test_response_ends_with_its_stop_token(model: Any, speculation: bool) -> Non
         ({"position": -1}, "position"),
     ],
 )
+@pytest.mark.parametrize("plain", ["llama"], indirect=True)
 def test_bad_requests_are_rejected_without_side_effects(model: Any, change: dict[str, Any], why: str) -> None:
     good = requests(1)[0]
     e = engine(model)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 
+from tests.support.quick_cases import quick_cases
 from windfall.engine.draft_length import MEMORY, MIN_TOKENS, PROBE, RETRY, WIDTHS, DraftLength
 from windfall.engine.drafts import RUNS, count_run
 
@@ -58,13 +60,21 @@ class Simulated:
         return tokens / time_s
 
 
+SLOPES = (0.0, 0.05, 0.3, 1.0)
+RIGHT = (0.0, 0.1, 0.3, 0.6, 0.9)
+
+
 def linear(slope: float) -> Callable[[int], float]:
     return lambda width: slope * (width - 1)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("right", [0.0, 0.1, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("slope", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("slope", "right", "batch"),  # every pair of values
+    quick_cases(
+        product(SLOPES, RIGHT, [1, 8]),
+        quick=[(s, r, (1, 8)[(m + n) % 2]) for m, s in enumerate(SLOPES) for n, r in enumerate(RIGHT)],
+    ),
+)
 def test_never_loses_and_gains_almost_what_is_possible(slope: float, right: float, batch: int) -> None:
     count = 1200
     rates = [sum(right**n for n in range(w)) / (1 + slope * (w - 1)) for w in WIDTHS]

@@ -7,11 +7,13 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.support.gpu_case import graph_engine
+from tests.support.quick_cases import quick_cases
 from tests.support.small_models import MODELS, VOCABULARY, drain, engine, logprobs, tokens
 from windfall.engine.cuda import texts
 from windfall.engine.cuda.engine import GraphEngine
@@ -23,10 +25,16 @@ from windfall.types import Chunk, Request, Sampling
 pytestmark = pytest.mark.usefixtures("any_width")
 SAMPLINGS = [Sampling(temperature=t) for t in (0.0, 0.3, 1.0)] + [Sampling(temperature=0.8, top_k=20, top_p=0.9)]
 ROOMY = {"kv_tokens": 4096, "max_running": 12, "max_rows": 256}
-TWO_MODELS = pytest.mark.parametrize(
-    "plain", [pytest.param(n, marks=[pytest.mark.slow] if n == "qwen3" else []) for n in MODELS], indirect=True
+KIND_NAMES = ["deterministic", "torch", "cuda"]
+KINDS = pytest.mark.parametrize("kind", KIND_NAMES)
+MODELS_AND_KINDS = pytest.mark.parametrize(
+    ("plain", "kind"),
+    quick_cases(
+        product(MODELS, KIND_NAMES),
+        quick=[("mistral-window", "deterministic"), ("llama", "torch"), ("mistral-window", "cuda")],
+    ),
+    indirect=["plain"],
 )
-KINDS = pytest.mark.parametrize("kind", ["deterministic", "torch", "cuda"])
 
 
 def build(kind: str, model: Any, **options: Any) -> PagedEngine:
@@ -106,9 +114,17 @@ def same(kind: str, asked: list[Request], one: dict[str, list[Chunk]], two: dict
     assert changed <= 1
 
 
-@KINDS
-@TWO_MODELS
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("plain", "kind", "seed"),  # every pair of values without qwen3
+    quick_cases(
+        product(MODELS, KIND_NAMES, [0, 1]),
+        quick=[
+            ("llama", "deterministic", 0), ("llama", "torch", 1), ("llama", "cuda", 0),
+            ("mistral-window", "deterministic", 1), ("mistral-window", "torch", 0), ("mistral-window", "cuda", 1),
+        ],
+    ),
+    indirect=["plain"],
+)  # fmt: skip
 def test_random_runs_generate_the_same_tokens(model: Any, kind: str, seed: int) -> None:
     asked, rng = groups(seed), random.Random(seed)
     answers = drain(build(kind, model), asked)
@@ -123,8 +139,7 @@ def test_random_runs_generate_the_same_tokens(model: Any, kind: str, seed: int) 
     assert e.counters.drafted > e.counters.accepted
 
 
-@KINDS
-@TWO_MODELS
+@MODELS_AND_KINDS
 def test_evicted_responses_generate_the_same_tokens(model: Any, kind: str) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in groups(5)]
     answers = drain(build(kind, model), asked)
@@ -137,8 +152,7 @@ def test_evicted_responses_generate_the_same_tokens(model: Any, kind: str) -> No
     assert e.counters.accepted > 50
 
 
-@KINDS
-@TWO_MODELS
+@MODELS_AND_KINDS
 def test_right_drafts_need_fewer_steps(model: Any, kind: str) -> None:
     """A sibling that said the same, at the same temperature, by the same seed: every draft is right."""
     request = Request(id="1", prompt=tuple(range(3, 9)), seed=4, max_tokens=80, group="g")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.support.continuation import change, check_continuation, of_chunks, versions, weights
 from tests.support.gpu_case import graph_engine
+from tests.support.quick_cases import quick_cases
 from tests.support.small_models import engine, requests
 from windfall.errors import WindfallError
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
@@ -64,8 +66,10 @@ def check(wanted: list[Request], made: Made, engine_of: Callable[[int], Any], to
         check_continuation(r, said, engine_of, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("when", [2, 5])
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    quick_cases(product(ENGINES, [2, 5]), quick=[("torch", 5), ("torch-deterministic", 2), ("graph", 2), ("graph", 5)]),
+)
 def test_running_responses_continue_with_the_new_weights(models: list[Any], kind: str, when: int) -> None:
     """Some responses decode, some are in the middle of their prefill, some wait. Then the older version returns."""
     make, tolerance = ENGINES[kind]

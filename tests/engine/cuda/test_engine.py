@@ -113,7 +113,7 @@ def test_response_resumes_from_any_token(case: Case) -> None:
         case.same(rest, resumed, [left])
 
 
-@pytest.mark.parametrize("burst", [1, 3, 8, 20])
+@pytest.mark.parametrize("burst", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 20))])
 def test_evicted_requests_generate_the_same_tokens(case: Case, burst: int) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(case.engine(), asked)

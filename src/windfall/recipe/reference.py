@@ -5,9 +5,13 @@ docs/recipes.md (scripts/recipe_reference.py), `windfall recipe` and `windfall n
 
 from __future__ import annotations
 
+import ast
+import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from windfall.recipe.env_sections import ENVS
@@ -45,8 +49,23 @@ def _key(section: type[Section], name: str) -> Key:
     if section in ENVS.values() and name == "name":
         return Key(name=name, default='"arithmetic"', meaning=f"Environment: {', '.join(ENVS)}.")
     default = "-" if field.default is None else to_toml(field.default)
-    meaning = " ".join((field.description or "").split())
+    meaning = " ".join((field.description or _descriptions(section)[name]).split())
     return Key(name=name, default="required" if field.is_required() else default, meaning=meaning)
+
+
+@cache
+def _descriptions(section: type[Section]) -> dict[str, str]:
+    """The text under each key in the source of its section. Pydantic can read them, too, but does it when the class is
+    made: every process that reads a recipe would wait for it."""
+    found = dict[str, str]()
+    for base in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, text in pairwise(tree.body):
+            match key, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    found[name] = meaning
+    return found
 
 
 def main_keys() -> Iterator[tuple[str, Key]]:

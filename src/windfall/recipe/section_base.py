@@ -88,9 +88,7 @@ Options = Annotated[dict[str, Any], AfterValidator(_check_options)]
 class Section(BaseModel):
     # Strict: a number in quotes, or `true` where a number belongs, is a mistake in the recipe. The last setting keeps
     # inf among the options of an environment; JSON has no such number, so pydantic would replace it with None.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
 
 
 Base = TypeVar("Base", bound=Section)

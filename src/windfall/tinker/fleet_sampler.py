@@ -40,18 +40,15 @@ class FleetSampler:
         Canceled: no worker goes on with them."""
         seed = id if call.seed is None else f"seed/{call.seed}"
         room = self._context - len(call.prompt)
+        max_tokens = room if call.max_tokens is None else call.max_tokens
+        stop = (self._stop if call.eos else frozenset()) | frozenset(call.stop_ids)
         episodes = [
             Episode(
-                id=f"{id}/{n}",
-                prompt=call.prompt,
-                seed=xxhash.xxh3_64_intdigest(f"{seed}/{n}".encode()),
-                max_tokens=room if call.max_tokens is None else call.max_tokens,
-                sampling=call.sampling,
-                stop=(self._stop if call.eos else frozenset()) | frozenset(call.stop_ids),
-                role=policy,
+                id=f"{id}/{n}", prompt=call.prompt, seed=xxhash.xxh3_64_intdigest(f"{seed}/{n}".encode()),
+                max_tokens=max_tokens, sampling=call.sampling, stop=stop, role=policy,
             )
             for n in range(call.n)
-        ]
+        ]  # fmt: skip
         self._add_work(account, PREFILLED * len(call.prompt))
         self._counted |= {episode.id: (account, episode, 0) for episode in episodes}
         try:
@@ -62,10 +59,8 @@ class FleetSampler:
                 self._count(episode.id)
                 del self._counted[episode.id]
         return tuple(
-            SampledSequence(
-                tokens=tuple(episode.tokens), logprobs=tuple(episode.logprobs), stopped=episode.finish != "length"
-            )
-            for episode in episodes
+            SampledSequence(tokens=tuple(e.tokens), logprobs=tuple(e.logprobs), stopped=e.finish != "length")
+            for e in episodes
         )
 
     def take_work(self) -> dict[str, float]:

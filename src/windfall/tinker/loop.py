@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,13 @@ class TinkerLoop:
         """What the server asks, continued from the store."""
         self._life = life
         life.dispatch.journal = None  # a call that has no result is performed again as a whole
-        trainers = Trainers(
-            {name: policy.trainer for name, policy in life.policies.items()},
-            self._connect,
-            lambda why: life.events.instant("trainer_lost", step=0, why=why),
-        )
+        lost = lambda why: life.events.instant("trainer_lost", step=0, why=why)  # noqa: E731
+        trainers = Trainers({name: policy.trainer for name, policy in life.policies.items()}, self._connect, lost)
         self._store = store = TinkerStore(self.folder)
         try:
             sample = SampleSlots(trainers, self._sample, self._load)
-            self._version = self._read_version(store)
+            counted = store.rows("select value from counter where name = 'version'")
+            self._version = next((row["value"] for row in counted), 0)
             await trainers.ready()
             sampler, accounts = self._sampler(text(BASE)), keys.load(self.section.accounts, self.folder)
             shared = SharedParts(
@@ -124,22 +123,17 @@ class TinkerLoop:
 
     def _terms(self) -> ServerTerms:
         config = json.loads(self._life.policies[BASE].hello.engine.model_config)
+        loras = [self.recipe.of(slot).train.lora for slot in (*self._train, *self._sample)]
         limits = [self.recipe.rollout.max_tokens, config.get("max_position_embeddings")]
         return ServerTerms(
             base=self.section.name or self.recipe.model.path,
             tokenizer=model if isinstance(model := resolve(self.recipe.model.path), str) else str(self._tokenizer()),
             context=min(limit for limit in limits if limit),
             vocabulary=config["vocab_size"],
-            rank=min(self._rank(name) for name in (*self._train, *self._sample)),
+            rank=min(lora.rank or DEFAULT_RANK for lora in loras if lora is not None),
             adapter=self._adapter,
             session_timeout_s=self.section.session_timeout_s,
         )
-
-    def _rank(self, slot: str) -> int:
-        """The largest rank of an adapter in this slot."""
-        lora = self.recipe.of(slot).train.lora
-        assert lora is not None, f"{slot} is a slot"
-        return lora.rank or DEFAULT_RANK
 
     def _adapter(self, lora: LoraSpec) -> AdapterSpec:
         """The adapter that a client means. Layers are named by the modules that they are in. Raises WindfallError."""
@@ -155,13 +149,11 @@ class TinkerLoop:
         return folders.policy_folder(self.folder.resolve(), BASE) / "tokenizer"
 
     def _sampler(self, text: Text) -> FleetSampler:
-        found = tokenizer.load(self._tokenizer())
-        return FleetSampler(
-            self._life.dispatch,
-            stop=text.stop,
-            decode=lambda ids: found.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            context=self._terms().context,
+        decode = partial(
+            tokenizer.load(self._tokenizer()).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        context = self._terms().context
+        return FleetSampler(self._life.dispatch, stop=text.stop, decode=lambda ids: decode(list(ids)), context=context)
 
     async def _load(self, slot: str, folder: Path) -> None:
         """Put weights into a slot and offer them to workers, as a version that this slot never had."""
@@ -173,9 +165,6 @@ class TinkerLoop:
         published = await policy.trainer.publish(version=version, id=f"{slot}/{version}/publish")
         offer = Offer(version=published.version, digest=published.digest)
         self._life.dispatch.set_offer(offer, policy.trainer.weights, policy=slot)
-
-    def _read_version(self, store: TinkerStore) -> int:
-        return next((row["value"] for row in store.rows("select value from counter where name = 'version'")), 0)
 
     def _port(self) -> int:
         """The port of the recipe, or that of the last start."""

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,7 @@ from windfall.tinker.disk.saved_weights import SavedWeights
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots
 from windfall.tinker.sessions import ClientSessions
-from windfall.tinker.shared import Attempts, SharedParts
-from windfall.training import TrainerLost
+from windfall.tinker.shared import SharedParts
 
 KEPT_UNNAMED, UNUSED_S = 16, 3600.0
 """Unnamed weights to sample from stay for this many saves of a model, and for as long after their last call."""
@@ -157,24 +157,19 @@ class Samplers:
         entry.task = self._shared.tasks.start(self._perform(entry, entry.call))
 
     async def _perform(self, entry: Entry, call: c.SampleCall) -> None:
-        attempts, shared = Attempts(), self._shared
-        while entry.done is None:
-            try:
-                sampler = self.all.get(entry.sampler)
-                if sampler is None:
-                    raise WindfallError(f"the sampling session {entry.sampler} has ended")
-                await shared.trainers.ready()
-                result = await self._sampled(sampler, entry, call)
-            except WindfallError as e:
-                await shared.calls.done(entry, c.FailedCall(message=str(e)))
-            except TrainerLost as e:
-                if why := attempts.exhausted(e):
-                    await shared.calls.done(entry, c.FailedCall(message=why, user=False))
-                await shared.trainers.lost(e)
-            else:
-                tokens = sum(len(sequence.tokens) for sequence in result.sequences)
-                shared.keys.count(entry.account, sampled_tokens=tokens, prompt_tokens=len(call.prompt))
-                await shared.calls.done(entry, result)
+        shared = self._shared
+
+        async def attempt() -> None:
+            sampler = self.all.get(entry.sampler)
+            if sampler is None:
+                raise WindfallError(f"the sampling session {entry.sampler} has ended")
+            await shared.trainers.ready()
+            result = await self._sampled(sampler, entry, call)
+            tokens = sum(len(sequence.tokens) for sequence in result.sequences)
+            shared.keys.count(entry.account, sampled_tokens=tokens, prompt_tokens=len(call.prompt))
+            await shared.calls.done(entry, result)
+
+        await shared.until_done(entry, attempt, partial(shared.calls.done, entry), user=True)
 
     async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
         id, sequences = entry.id, ()
@@ -201,9 +196,9 @@ class Samplers:
             left_out = len(call.prompt) - call.prompt_last
             logprobs[:left_out] = np.nan
             top_ids[:left_out] = top[:left_out] = [()] * left_out
+        if not call.prompt_top_k:
+            top_ids, top = (), ()
         return c.Sampled(
-            sequences=sequences,
-            prompt_logprobs=logprobs if call.prompt_logprobs else None,
-            prompt_top_ids=tuple(top_ids) if call.prompt_top_k else (),
-            prompt_top_logprobs=tuple(top) if call.prompt_top_k else (),
-        )
+            sequences=sequences, prompt_logprobs=logprobs if call.prompt_logprobs else None,
+            prompt_top_ids=tuple(top_ids), prompt_top_logprobs=tuple(top),
+        )  # fmt: skip

@@ -37,7 +37,6 @@ from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots, TrainSlots
 from windfall.tinker.models.client_models import ClientModels
 from windfall.tinker.models.model_calls import ModelCalls
-from windfall.tinker.models.weight_copies import WeightCopies
 from windfall.tinker.samplers import Samplers
 from windfall.tinker.sessions import ClientSessions
 from windfall.tinker.shared import SharedParts
@@ -61,7 +60,7 @@ class TinkerService:
         self.weights = SavedWeights(folder / "models", shared.store)
         self.samplers = Samplers(shared, self.sessions, self.weights, sample, fleet, base_policy=base_policy)
         self.models = models = ClientModels(shared, self.sessions, self.weights, train)
-        self.copies, self._model_calls = WeightCopies(models), ModelCalls(models, self.samplers, save_updates)
+        self._model_calls = ModelCalls(models, self.samplers, save_updates)
         self._kinds: dict[type, tuple[Callable[[ApiAccount, Any, bytes], Entry], Callable[[Entry], None]]] = {
             c.CreateModel: (models.new, models.create),
             c.UnloadModel: (models.new_unload, models.unload),

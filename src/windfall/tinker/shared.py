@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from windfall.tinker import calls as c
 from windfall.tinker.accounts.fairness import TrainerTurns
 from windfall.tinker.accounts.keys import Keys
 from windfall.tinker.calls import Refusal
-from windfall.tinker.disk.call_log import CallLog
+from windfall.tinker.disk.call_log import CallLog, Entry
 from windfall.tinker.disk.store import TinkerStore
 from windfall.tinker.models.adapter_slots import Trainers
 from windfall.training import AdapterSpec, TrainerFailed, TrainerLost
@@ -94,18 +94,26 @@ class SharedParts:
     turns: TrainerTurns = field(default_factory=TrainerTurns)
     tasks: Tasks = field(default_factory=Tasks)
 
-
-@dataclass(slots=True)
-class Attempts:
-    """How often a trainer was lost while it performed a call."""
-
-    failed: int = 0
-    lost: int = 0
-
-    def exhausted(self, error: TrainerLost) -> str:
-        """Count this loss. Returns why the call is given up; "" if it is tried again."""
-        if isinstance(error, TrainerFailed):
-            self.failed += 1
-            return f"the trainer failed with it {self.failed} times: {error}" if self.failed >= FAILURES else ""
-        self.lost += 1
-        return f"the trainer was lost {self.lost} times meanwhile: {error}" if self.lost >= LOSSES else ""
+    async def until_done(
+        self, entry: Entry, attempt: Callable[[], Awaitable[None]], fail: Callable[[c.FailedCall], Awaitable[None]], *,
+        user: bool, over: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Attempt to perform a call, with one trainer after the other, until it has a result or is `over`. `user`: what
+        is wrong with the call is for its user to correct."""
+        failures = losses = 0
+        while entry.done is None and not over():
+            why = ""
+            try:
+                await attempt()
+            except WindfallError as e:
+                if entry.done is None:
+                    await fail(c.FailedCall(message=str(e), user=user))
+            except TrainerLost as e:
+                failures, losses = (failures + 1, losses) if isinstance(e, TrainerFailed) else (failures, losses + 1)
+                if failures >= FAILURES:
+                    why = f"the trainer failed with it {failures} times: {e}"
+                elif losses >= LOSSES:
+                    why = f"the trainer was lost {losses} times meanwhile: {e}"
+                if entry.done is None and why:
+                    await fail(c.FailedCall(message=why, user=False))
+                await self.trainers.lost(e)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -163,7 +162,7 @@ class CallLog:
         body = "body" if repeated else "null"
         sql = f"update call set done = ?, failed = ?, result = ?, body = {body} where id = ?"
         self._keys.count(entry.account, calls=1)
-        account = self._store.put("account", name=entry.account, usage=json.dumps(self._keys.usage(entry.account)))
+        account = self._store.put("account", name=entry.account, usage=self._keys.usage(entry.account))
         update = (sql, (entry.done, int(entry.failed), encoded, entry.id))
         written = self._store.write(update, account, *statements)
         written.add_done_callback(lambda _: self._announce(entry, written))  # also if who waits here is canceled

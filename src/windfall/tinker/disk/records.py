@@ -24,10 +24,7 @@ class TinkerSession:
     ended: float | None = None
 
     def row(self) -> Statement:
-        return TinkerStore.put(
-            "session", id=self.id, account=self.account, created=self.created, seen=self.seen, ended=self.ended,
-            info=json.dumps(self.info),
-        )  # fmt: skip
+        return TinkerStore.put("session", **vars(self))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,20 +41,16 @@ class NamedWeights:
     bytes: int = 0
     expires: float | None = None
     public: bool = False
-    metadata: c.Metadata = field(default_factory=dict)
+    info: c.Metadata = field(default_factory=dict)
+    """Metadata of the client."""
 
     def row(self) -> Statement:
-        return TinkerStore.put(
-            "checkpoint", path=self.path, account=self.account, model=self.model, kind=self.kind, created=self.created,
-            expires=self.expires, bytes=self.bytes, public=int(self.public), folder=str(self.folder),
-            info=json.dumps(self.metadata),
-        )  # fmt: skip
+        return TinkerStore.put("checkpoint", **{**vars(self), "folder": str(self.folder)})
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> NamedWeights:
-        fields = {key: value for key, value in row.items() if key != "info"}
-        fields |= {"folder": Path(row["folder"]), "public": bool(row["public"])}
-        return cls(**fields, metadata=json.loads(row["info"]))
+        parsed = {"folder": Path(row["folder"]), "public": bool(row["public"]), "info": json.loads(row["info"])}
+        return cls(**{**row, **parsed})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,11 +80,11 @@ class Sampler:
         weights = {"key": self.key, "folder": str(self.folder or ""), "path": self.path, "base": self.base}
         return TinkerStore.put(
             "sampler", id=self.id, account=self.account, session=self.session, created=self.created,
-            weights=json.dumps(weights), clones=self.clones,
+            weights=weights, clones=self.clones,
         )  # fmt: skip
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Sampler:
-        fields = {key: value for key, value in row.items() if key != "weights"}
-        weights = json.loads(row["weights"])
-        return cls(**fields, **{**weights, "folder": Path(weights["folder"]) if weights["folder"] else None})
+        fields = {**row, **json.loads(row["weights"])}
+        del fields["weights"]
+        return cls(**{**fields, "folder": Path(fields["folder"]) if fields["folder"] else None})

@@ -9,7 +9,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -139,11 +139,7 @@ def _link(source: str, target: str) -> None:
 
 def size(folder: Path) -> int:
     """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _contents(model: Path) -> list[Path]:

@@ -9,6 +9,7 @@ Everything else that the server knows is rebuilt from here (`read`). One thread 
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import sqlite3
 import threading
@@ -108,26 +109,23 @@ class TinkerStore:
 
     @staticmethod
     def put(table: str, **values: Any) -> Statement:
-        """Insert or replace a row.
+        """Insert or replace a row. Dictionaries are stored as JSON.
 
         >>> TinkerStore.put("counter", name="version", value=3)
         ('insert or replace into counter (name, value) values (?, ?)', ('version', 3))
         """
         names, marks = ", ".join(values), ", ".join("?" * len(values))
-        return f"insert or replace into {table} ({names}) values ({marks})", tuple(values.values())
+        row = tuple(json.dumps(value) if isinstance(value, dict) else value for value in values.values())
+        return f"insert or replace into {table} ({names}) values ({marks})", row
 
     def _write_all(self) -> None:
-        connection = self._open()
-        while (first := self._queue.get()) is not None:
-            batches, last = [first], False
+        connection, last = self._open(), False
+        while not last:
+            batches = [self._queue.get()]
             while not self._queue.empty():
-                if (following := self._queue.get()) is None:
-                    last = True
-                    break
-                batches.append(following)
-            self._commit(connection, batches)
-            if last:
-                break
+                batches.append(self._queue.get())
+            last = None in batches
+            self._commit(connection, [batch for batch in batches if batch is not None])
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, batches: Sequence[_Batch]) -> None:

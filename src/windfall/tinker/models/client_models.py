@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
+from dataclasses import replace
 
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
@@ -22,6 +25,8 @@ class ClientModels:
         self.shared, self.weights, self.slots = shared, weights, slots
         self._sessions = sessions
         self.all: dict[str, TrainedModel] = {}
+        self._copies: dict[str, asyncio.Task[NamedWeights]] = {}
+        """Copies of weights that are being made, by path."""
         weights.used.append(lambda: [model.checkpoint for model in self.all.values() if not model.unloaded])
 
     def restore(self) -> None:
@@ -112,6 +117,39 @@ class ClientModels:
         await calls.done(entry, c.ModelReady(model=model.id, path=path), model.row())
         model.ready.set()
         self.shared.log("tinker_model", model=model.id, account=model.account, rank=model.spec.rank, path=path)
+
+    async def copy(self, account: ApiAccount, path: str, *, expires_s: float | None, key: str) -> NamedWeights:
+        """A copy of weights for the account, in a model of its own that cannot be trained. The same key is the same
+        copy. Raises Refusal."""
+        source = self.weights.get(account.name, path)
+        id = f"{uuid.uuid5(uuid.NAMESPACE_URL, f'{account.name} {key} {path}')}:copy:0"
+        target = f"tinker://{id}/{path.removeprefix(f'tinker://{source.model}/')}"
+        if (found := self.weights.named.get(target)) is not None:
+            return found
+        self.shared.keys.check_disk(account.name, self.weights.size_of(account.name))
+        if (task := self._copies.get(target)) is None:
+            made = replace(
+                source, path=target, account=account.name, model=id, created=time.time(), public=False,
+                expires=None if expires_s is None else time.time() + expires_s,
+                folder=self.weights.folder_of(id) / source.folder.relative_to(self.weights.folder_of(source.model)),
+            )  # fmt: skip
+            task = self._copies[target] = asyncio.create_task(self._copy(source, made))
+            task.add_done_callback(lambda _: self._copies.pop(target))
+        return await asyncio.shield(task)
+
+    async def _copy(self, source: NamedWeights, made: NamedWeights) -> NamedWeights:
+        try:
+            await asyncio.to_thread(link_tree, source.folder, made.folder)
+        except WindfallError as e:
+            raise Refusal(400, str(e)) from e
+        of = self.all[source.model]
+        model = self.all[made.model] = TrainedModel(
+            id=made.model, account=made.account, session="", base=of.base, spec=of.spec, created=made.created,
+            shared=self.shared, weights=self.weights, unloaded=True, seen=made.created,
+        )  # fmt: skip
+        self.weights.named[made.path] = made
+        await self.shared.store.write(model.row(), made.row())
+        return made
 
     # its end
 

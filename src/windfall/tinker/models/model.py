@@ -94,7 +94,7 @@ class TrainedModel:
         spec = {"lora": lora, "base": self.base, "metadata": self.metadata, "optimizer": self.optimizer}
         return TinkerStore.put(
             "model", id=self.id, account=self.account, session=self.session, created=self.created,
-            spec=json.dumps(spec), saved_seq=self.saved_seq, folder=str(self.checkpoint or ""),
+            spec=spec, saved_seq=self.saved_seq, folder=str(self.checkpoint or ""),
             next_seq=self.next_seq, unloaded=int(self.unloaded),
         )  # fmt: skip
 

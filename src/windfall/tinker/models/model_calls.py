@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 from windfall.controller.remote_trainer import RemoteTrainer
@@ -28,7 +29,6 @@ from windfall.tinker.disk.store import Statement
 from windfall.tinker.models.client_models import ClientModels
 from windfall.tinker.models.model import TrainedModel
 from windfall.tinker.samplers import Samplers
-from windfall.tinker.shared import Attempts
 from windfall.training import TrainerLost
 
 KEPT_BYTES = 4 << 30
@@ -102,22 +102,18 @@ class ModelCalls:
                     await self._shared.trainers.lost(e)
 
     async def _perform_until_done(self, model: TrainedModel, entry: Entry) -> None:
-        attempts = Attempts()
+        call = entry.call
+        assert isinstance(call, c.ModelCall), f"{entry.id} has a result"
+
+        async def attempt() -> None:
+            short = call.short and bool(self._slots.slot_of(model))
+            async with self._in_slot(model, short=short) as (trainer, turn):
+                await self._perform(model, trainer, turn, entry, call)
+
         entry.why = "all slots of the trainer are in use by other models" if self._slots.full else ""
-        while entry.done is None and not model.unloaded:
-            call = entry.call
-            assert isinstance(call, c.ModelCall), f"{entry.id} has no result"
-            try:
-                short = call.short and bool(self._slots.slot_of(model))
-                async with self._in_slot(model, short=short) as (trainer, turn):
-                    await self._perform(model, trainer, turn, entry, call)
-            except WindfallError as e:  # the model could not be loaded: its slot is empty now
-                if entry.done is None:
-                    await self._finish(model, entry, c.FailedCall(message=str(e), user=False))
-            except TrainerLost as e:
-                if entry.done is None and (why := attempts.exhausted(e)):
-                    await self._finish(model, entry, c.FailedCall(message=why, user=False))
-                await self._shared.trainers.lost(e)
+        fail = partial(self._finish, model, entry)
+        # An error here means that the model could not be loaded: its slot is empty now.
+        await self._shared.until_done(entry, attempt, fail, user=False, over=lambda: model.unloaded)
 
     @contextlib.asynccontextmanager
     async def _in_slot(
@@ -194,6 +190,6 @@ class ModelCalls:
         saved_bytes, now = await asyncio.to_thread(size, folder), time.time()
         found = self._weights.named[path] = NamedWeights(
             path=path, account=model.account, model=model.id, kind=kind, created=now, folder=folder, bytes=saved_bytes,
-            expires=None if call.ttl_s is None else now + call.ttl_s, metadata=call.metadata,
+            expires=None if call.ttl_s is None else now + call.ttl_s, info=call.metadata,
         )  # fmt: skip
         return c.WeightsSaved(path=path), [found.row()], {before.folder} if before is not None else set()

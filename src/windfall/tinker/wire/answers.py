@@ -52,14 +52,17 @@ def sequence_ids(request: str, count: int) -> list[str]:
     return [f"{request}/{n}" for n in range(count)]
 
 
+def _bytes(values: Any, dtype: str = "<f4") -> bytes:
+    return np.asarray(values, dtype).tobytes()
+
+
 def _scored(result: ForwardResult) -> bytes:
-    logprobs = [np.asarray(values, "<f4") for values in result.logprobs]
-    ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
-    data = b"".join(values.tobytes() for values in logprobs)
-    shape = [result.width] if result.width else []
+    logprobs = [_bytes(values) for values in result.logprobs]
+    ends = np.cumsum([0, *map(len, logprobs)], dtype="<i8")
     tensor = messages.new(
-        "BatchedTensor", data=data, offsets=ends.tobytes(), dtype=messages.FLOAT32, trailing_shape=shape
-    )
+        "BatchedTensor", data=b"".join(logprobs), offsets=ends.tobytes(), dtype=messages.FLOAT32,
+        trailing_shape=[result.width] if result.width else [],
+    )  # fmt: skip
     fields = [messages.new("NamedArrays", key="logprobs", value=tensor)]
     record = messages.new("ArrayRecord", type_tag="ArrayRecord", fields=fields, num_datums=len(logprobs))
     metrics = [messages.new("Metric", key=key, value=value) for key, value in result.metrics.items()]
@@ -72,16 +75,14 @@ def _scored(result: ForwardResult) -> bytes:
 def _sampled(result: Sampled) -> bytes:
     sequences = [
         messages.new(
-            "SampledSequence",
-            stop_reason=messages.STOP if sequence.stopped else messages.LENGTH,
-            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
-            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+            "SampledSequence", stop_reason=messages.STOP if sequence.stopped else messages.LENGTH,
+            tokens=_bytes(sequence.tokens, "<i4"), logprobs=_bytes(sequence.logprobs),
         )
         for sequence in result.sequences
-    ]
+    ]  # fmt: skip
     answer = messages.new("SampleResponse", sequences=sequences)
     if result.prompt_logprobs is not None:
-        answer.prompt_logprobs = np.asarray(result.prompt_logprobs, "<f4").tobytes()
+        answer.prompt_logprobs = _bytes(result.prompt_logprobs)
     if result.prompt_top_ids:
         answer.topk_prompt_logprobs.CopyFrom(_most_likely(result.prompt_top_ids, result.prompt_top_logprobs))
     return answer.SerializeToString()

@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Self, TypeVar, get_args
 
 import msgspec
@@ -18,6 +19,16 @@ from msgspec import Meta, Struct
 from windfall.errors import nearest
 from windfall.tinker.calls import Count, Metadata, Number, Refusal, Token
 
+NO_TOKENS = "this server has no access tokens. The owner can call publish_checkpoint_from_tinker_path."
+_LOGPROBS = "this is not supported. Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
+UNSUPPORTED = {
+    "topk_sample_logprobs": _LOGPROBS,
+    "target_prompt_logprobs": _LOGPROBS,
+    "prompt_alt_tokens_k": _LOGPROBS,
+    "record_stability_info": _LOGPROBS,
+    "weights_access_token": NO_TOKENS,
+}
+"""Fields of the SDK that this server has no use for, and what to do instead."""
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
 Name = Annotated[str, Meta(min_length=1)]
@@ -29,11 +40,11 @@ T = TypeVar("T")
 class Body(Struct):
     """The JSON body of a request.
 
-    >>> SessionBody.read(b'{"session_id": "s", "type": "session_heartbeat", "new": null}')
-    SessionBody(session_id='s')
-    >>> SessionBody.read(b'{"session_id": "s", "sesion": 3}')
+    >>> ModelBody.read(b'{"model_id": "m", "type": "get_info", "new": null}')
+    ModelBody(model_id='m')
+    >>> ModelBody.read(b'{"model_id": "m", "modl": 3}')
     Traceback (most recent call last):
-    windfall.tinker.calls.Refusal: sesion: this field is not known. Did you mean 'session_id'?
+    windfall.tinker.calls.Refusal: modl: this field is not known. Did you mean 'model_id'?
     """
 
     @classmethod
@@ -48,10 +59,6 @@ class CreateSession(Body):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
-
-
-class SessionBody(Body):
-    session_id: Name
 
 
 class LoraFields(Struct):
@@ -81,7 +88,6 @@ class LoadWeightsBody(Body):
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: dict[str, Any] | None = None
-    weights_access_token: str | None = None
 
 
 class ModelBody(Body):
@@ -130,10 +136,6 @@ class CreateSampler(Body):
     model_path: str | None = None
 
 
-class SamplerBody(Body):
-    sampling_session_id: Name
-
-
 class TextChunk(Struct):
     tokens: tuple[Token, ...]
 
@@ -169,11 +171,7 @@ class SampleBody(Body):
     num_samples: Count = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Number = 0
-    topk_sample_logprobs: Number = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: Number = 0
     prompt_logprobs_last_n: Positive | None = None
-    record_stability_info: bool | None = None
 
 
 class RetrieveBody(Body):
@@ -194,21 +192,12 @@ class RetrieveManyBody(Body):
     retrieved_request_ids: list[str] = []
 
 
-class RequestBody(Body):
-    request_id: Name
-
-
-class PathBody(Body):
-    tinker_path: Name
-
-
 class CopyWeightsBody(Body):
     source_path: Name
     session_id: str | None = None
     model_seq_id: Number | None = None
     destination_project_id: str | None = None
     ttl_seconds: TtlSeconds | None = None
-    weights_access_token: str | None = None
 
 
 class TtlBody(Body):
@@ -233,6 +222,16 @@ class SearchBody(Body):
     statuses: list[dict[str, Any]] | None = None
     limit: Annotated[int, Meta(ge=1, le=200)] = 50
     cursor: dict[str, str] | None = None
+
+
+def only(name: str) -> Callable[[bytes], str]:
+    """Reads a body that has one field, which is a name.
+
+    >>> only("session_id")(b'{"session_id": "s", "type": "session_heartbeat"}')
+    's'
+    """
+    kind = msgspec.defstruct(name, [(name, Name)])
+    return lambda data: getattr(convert(read_object(data), kind), name)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
@@ -268,7 +267,8 @@ def _check_names(body: dict[str, Any], kind: Any, where: str) -> None:
                 if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
                     _check_names(value, inner, place)
         elif name != "type" and value not in (None, False, 0, "", [], {}):
-            raise Refusal(400, f"{place[:MAX_ECHO]}: this field is not known. {nearest(name[:MAX_ECHO], types)}")
+            why = UNSUPPORTED.get(name) or f"this field is not known. {nearest(name[:MAX_ECHO], types)}"
+            raise Refusal(400, f"{place[:MAX_ECHO]}: {why}")
 
 
 def only_text(kind: str) -> str:

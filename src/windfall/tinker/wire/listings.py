@@ -30,15 +30,10 @@ def when(epoch_s: float) -> str:
 
 def checkpoint(found: NamedWeights) -> dict[str, Any]:
     return {
-        "checkpoint_id": found.path.removeprefix("tinker://").partition("/")[2],
-        "checkpoint_type": found.kind,
-        "time": when(found.created),
-        "tinker_path": found.path,
-        "size_bytes": found.bytes,
-        "public": found.public,
-        "user_metadata": found.metadata or None,
-        "expires_at": None if found.expires is None else when(found.expires),
-    }
+        "checkpoint_id": found.path.removeprefix("tinker://").partition("/")[2], "checkpoint_type": found.kind,
+        "time": when(found.created), "tinker_path": found.path, "size_bytes": found.bytes, "public": found.public,
+        "user_metadata": found.info or None, "expires_at": None if found.expires is None else when(found.expires),
+    }  # fmt: skip
 
 
 def training_run(model: TrainedModel, saved: Sequence[NamedWeights]) -> dict[str, Any]:
@@ -46,17 +41,11 @@ def training_run(model: TrainedModel, saved: Sequence[NamedWeights]) -> dict[str
     newest = {kind: next((p for p in saved if p.kind == kind), None) for kind in PARTS}
     last = {kind: None if found is None else checkpoint(found) for kind, found in newest.items()}
     return {
-        "training_run_id": model.id,
-        "base_model": model.base,
-        "model_owner": model.account,
-        "is_lora": True,
-        "corrupted": False,
-        "lora_rank": model.spec.rank,
-        "last_request_time": when(model.seen),
-        "last_checkpoint": last["training"],
-        "last_sampler_checkpoint": last["sampler"],
+        "training_run_id": model.id, "base_model": model.base, "model_owner": model.account, "is_lora": True,
+        "corrupted": False, "lora_rank": model.spec.rank, "last_request_time": when(model.seen),
+        "last_checkpoint": last["training"], "last_sampler_checkpoint": last["sampler"],
         "user_metadata": model.metadata or None,
-    }
+    }  # fmt: skip
 
 
 def weights(base: str, spec: LoraSpec) -> dict[str, Any]:
@@ -74,15 +63,10 @@ def storage(account: str, saved: Sequence[NamedWeights]) -> dict[str, Any]:
 def session(found: TinkerSession, checkpoints: int) -> dict[str, Any]:
     """A session that is open, as a search finds it."""
     return {
-        "session_id": found.id,
-        "created_at": when(found.created),
-        "owner": found.account,
-        "project_id": PROJECT,
-        "status": {"type": "active"},
-        "checkpoints_count": checkpoints,
-        "display_name": found.info.get("name") or None,
-        "user_metadata": found.info.get("metadata") or None,
-    }
+        "session_id": found.id, "created_at": when(found.created), "owner": found.account, "project_id": PROJECT,
+        "status": {"type": "active"}, "checkpoints_count": checkpoints,
+        "display_name": found.info.get("name") or None, "user_metadata": found.info.get("metadata") or None,
+    }  # fmt: skip
 
 
 def matches(found: TinkerSession, search: SearchBody) -> bool:

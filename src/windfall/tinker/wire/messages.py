@@ -14,70 +14,24 @@ from typing import Any
 from windfall.errors import WindfallError, install_command
 
 TABLE: dict[str, str] = {
-    "SampleResponse": """
-        1 SampledSequence* sequences
-        2 bytes? prompt_logprobs
-        3 TopkLogprobs topk_prompt_logprobs
-        4 int32 prompt_cache_hit_tokens""",
-    "SampledSequence": """
-        1 int32 stop_reason
-        2 bytes tokens
-        3 bytes? logprobs""",
-    "TopkLogprobs": """
-        1 bytes token_ids
-        2 bytes logprobs
-        3 uint32 k
-        4 uint32 length""",
-    "ForwardBackwardOutput": """
-        1 string loss_fn_output_type
-        2 ArrayRecord* loss_fn_outputs
-        3 Metric* metrics""",
-    "ArrayRecord": """
-        1 string type_tag
-        2 NamedArrays* fields
-        3 int64 num_datums""",
-    "NamedArrays": """
-        1 string key
-        2 BatchedTensor value""",
-    "BatchedTensor": """
-        1 bytes data
-        2 bytes offsets
-        3 int32 dtype
-        4 int64* trailing_shape""",
-    "Metric": """
-        1 string key
-        2 double value""",
-    "ForwardBackwardRequest": """
-        1 string model_id
-        2 int32 seq_id
-        3 Datum* data
-        4 string loss_fn
-        5 Metric* loss_fn_config
-        6 bool forward_only
-        7 NamedSetting* loss_fn_config_v2""",
-    "NamedSetting": """
-        1 string key
-        2 Setting value""",
-    "Setting": """
-        1 double? number
-        2 string? text""",
-    "Datum": """
-        1 Chunk* model_input
-        2 NamedTensor* loss_fn_inputs""",
-    "NamedTensor": """
-        1 string key
-        2 Tensor value""",
-    "Chunk": """
-        1 EncodedText encoded_text
-        2 Opaque image
-        3 Opaque dmel""",
-    "EncodedText": """
-        1 bytes tokens""",
-    "Tensor": """
-        1 bytes? dense
-        2 Opaque sparse_csr
-        3 int32 dtype
-        4 int64* shape""",
+    "SampleResponse": "1 SampledSequence* sequences, 2 bytes? prompt_logprobs, 3 TopkLogprobs topk_prompt_logprobs, "
+    "4 int32 prompt_cache_hit_tokens",
+    "SampledSequence": "1 int32 stop_reason, 2 bytes tokens, 3 bytes? logprobs",
+    "TopkLogprobs": "1 bytes token_ids, 2 bytes logprobs, 3 uint32 k, 4 uint32 length",
+    "ForwardBackwardOutput": "1 string loss_fn_output_type, 2 ArrayRecord* loss_fn_outputs, 3 Metric* metrics",
+    "ArrayRecord": "1 string type_tag, 2 NamedArrays* fields, 3 int64 num_datums",
+    "NamedArrays": "1 string key, 2 BatchedTensor value",
+    "BatchedTensor": "1 bytes data, 2 bytes offsets, 3 int32 dtype, 4 int64* trailing_shape",
+    "Metric": "1 string key, 2 double value",
+    "ForwardBackwardRequest": "1 string model_id, 2 int32 seq_id, 3 Datum* data, 4 string loss_fn, "
+    "5 Metric* loss_fn_config, 6 bool forward_only, 7 NamedSetting* loss_fn_config_v2",
+    "NamedSetting": "1 string key, 2 Setting value",
+    "Setting": "1 double? number, 2 string? text",
+    "Datum": "1 Chunk* model_input, 2 NamedTensor* loss_fn_inputs",
+    "NamedTensor": "1 string key, 2 Tensor value",
+    "Chunk": "1 EncodedText encoded_text, 2 Opaque image, 3 Opaque dmel",
+    "EncodedText": "1 bytes tokens",
+    "Tensor": "1 bytes? dense, 2 Opaque sparse_csr, 3 int32 dtype, 4 int64* shape",
     "Opaque": "",
 }
 """Fields by message: number, type and name. `*`: any number of them; `?`: it is known whether it was set, as it is of
@@ -108,9 +62,8 @@ def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="windfall_tinker.proto", package="windfall_tinker", syntax="proto3")
     for name, fields in TABLE.items():
         message = file.message_type.add(name=name)
-        for line in fields.split("\n"):
-            if line.strip():
-                _add_field(message, *line.split())
+        for line in filter(None, fields.split(", ")):
+            _add_field(message, *line.split())
     pool = descriptor_pool.DescriptorPool()  # of its own: the SDK's messages may be in the default one
     pool.Add(file)
     return {

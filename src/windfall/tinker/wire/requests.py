@@ -75,7 +75,6 @@ def create_model(body: dict[str, Any]) -> c.CreateModel:
 def load_weights(body: dict[str, Any]) -> c.CreateModel | c.LoadWeights:
     """Weights for a model that exists, or for a new one: then the body names the session and not the model."""
     fields = f.convert(body, f.LoadWeightsBody)
-    check_token(fields.weights_access_token)
     _check_optimizer(fields.optimizer_config)
     if fields.session_id and fields.model_seq_id is not None:
         return c.CreateModel(
@@ -134,7 +133,6 @@ def save_external(body: dict[str, Any]) -> c.Call:
 
 def sample(body: dict[str, Any]) -> c.SampleCall:
     fields = f.convert(body, f.SampleBody)
-    _check_sample(fields)
     params = fields.sampling_params
     stop = params.stop
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
@@ -150,20 +148,6 @@ def sample(body: dict[str, Any]) -> c.SampleCall:
     )  # fmt: skip
 
 
-def _check_sample(fields: f.SampleBody) -> None:
-    """Raises Refusal for what is asked for beside tokens, if it is not supported."""
-    asked = {
-        "topk_sample_logprobs": fields.topk_sample_logprobs,
-        "target_prompt_logprobs": fields.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": fields.prompt_alt_tokens_k,
-        "record_stability_info": fields.record_stability_info,
-    }
-    for name, value in asked.items():
-        if value:
-            fix = "Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
-            raise Refusal(400, f"{name}: this is not supported. {fix}")
-
-
 def _check_optimizer(config: dict[str, Any] | None) -> None:
     if config is not None and (kind := str(config.get("type"))) != "adamw":
         raise Refusal(400, f"optimizer_config: {_other_optimizer(kind)}")
@@ -171,10 +155,3 @@ def _check_optimizer(config: dict[str, Any] | None) -> None:
 
 def _other_optimizer(kind: str) -> str:
     return f"the optimizer {kind[:MAX_ECHO]!r} is not supported: this server has AdamW."
-
-
-def check_token(token: str | None) -> None:
-    """Raises Refusal if a request has a token for the weights of another account."""
-    if token:
-        fix = "The owner can make a checkpoint public: publish_checkpoint_from_tinker_path."
-        raise Refusal(400, f"weights_access_token: this server has no access tokens. {fix}")

@@ -101,14 +101,10 @@ class TinkerServer:
         """By method and path of a request: what decodes its body, and what answers it."""
         weights = "/training_runs/{model}/checkpoints/{part}/{name}"
         config = {
-            "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": True,
-            "proto_compress_fwdbwd": zstd() is not None,
-            "sample_use_retrieve_futures": True,
-            "sample_join_sampling_session": True,
-            "create_model_via_load_weights": True,
-            "custom_loss_server_side": False,
-        }
+            "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": zstd() is not None,
+            "sample_use_retrieve_futures": True, "sample_join_sampling_session": True,
+            "create_model_via_load_weights": True, "custom_loss_server_side": False,
+        }  # fmt: skip
         return {
             "POST /client/config": (bytes, partial(_say, config)),
             "POST /client/dynamic_config": (bytes, partial(_say, {"sample_cancel_enabled": True})),
@@ -119,7 +115,7 @@ class TinkerServer:
             "GET /windfall/about": (bytes, self._about),
             "GET /windfall/usage": (bytes, self._usage),
             "POST /create_session": (f.CreateSession.read, self._create_session),
-            "POST /session_heartbeat": (f.SessionBody.read, self._heartbeat),
+            "POST /session_heartbeat": (f.only("session_id"), self._heartbeat),
             "GET /sessions": (bytes, self._sessions),
             "POST /sessions/search": (f.SearchBody.read, self._search),
             "GET /sessions/{session}": (bytes, self._session),
@@ -130,12 +126,12 @@ class TinkerServer:
             "POST /retrieve_future": (f.RetrieveBody.read, self._retrieve),
             "POST /retrieve_futures": (f.RetrieveManyBody.read, self._retrieve_many),
             "GET /windfall/outcome/{request:.+}": (bytes, self._outcome),
-            "POST /cancel_future": (f.RequestBody.read, self._cancel),
+            "POST /cancel_future": (f.only("request_id"), self._cancel),
             "POST /create_sampling_session": (f.CreateSampler.read, self._create_sampler),
-            "POST /join_sampling_session": (f.SamplerBody.read, self._join_sampler),
+            "POST /join_sampling_session": (f.only("sampling_session_id"), self._join_sampler),
             "GET /samplers/{sampler}": (bytes, self._sampler),
-            "POST /get_info": (f.ModelBody.read, self._info),
-            "POST /weights_info": (f.PathBody.read, self._weights_info),
+            "POST /get_info": (f.only("model_id"), self._info),
+            "POST /weights_info": (f.only("tinker_path"), self._weights_info),
             "POST /copy_weights": (f.CopyWeightsBody.read, self._copy),
             "GET /training_runs": (bytes, self._training_runs),
             "GET /training_runs/{model}": (bytes, self._training_run),
@@ -222,8 +218,8 @@ class TinkerServer:
             answer["warning_message"] = "This server has no projects: project_id has no effect."
         return answer
 
-    async def _heartbeat(self, account: ApiAccount, asked: f.SessionBody, request: web.Request) -> Answer:
-        self._service.sessions.get(account, asked.session_id)
+    async def _heartbeat(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
+        self._service.sessions.get(account, asked)
         return {"type": "session_heartbeat"}
 
     async def _sessions(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
@@ -316,8 +312,8 @@ class TinkerServer:
             return web.Response(body=c.encode(outcome), content_type=MSGPACK, headers={FAILED: "1"})
         return web.Response(body=c.encode(outcome.result), content_type=MSGPACK)
 
-    async def _cancel(self, account: ApiAccount, asked: f.RequestBody, request: web.Request) -> Answer:
-        await self._service.cancel(account, asked.request_id)
+    async def _cancel(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
+        await self._service.cancel(account, asked)
         return {}
 
     # samplers
@@ -331,8 +327,8 @@ class TinkerServer:
         )  # fmt: skip
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
-    async def _join_sampler(self, account: ApiAccount, asked: f.SamplerBody, request: web.Request) -> Answer:
-        number = await self._service.samplers.join(account, asked.sampling_session_id)
+    async def _join_sampler(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
+        number = await self._service.samplers.join(account, asked)
         return {"type": "join_sampling_session", "client_counter": number}
 
     async def _sampler(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
@@ -341,22 +337,23 @@ class TinkerServer:
 
     # models and their weights
 
-    async def _info(self, account: ApiAccount, asked: f.ModelBody, request: web.Request) -> Answer:
-        model = self._service.models.get(account, asked.model_id)
+    async def _info(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
+        model = self._service.models.get(account, asked)
         data = {"model_name": model.base, "tokenizer_id": self._service.terms.tokenizer}
         lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": model.base}
         return {"type": "get_info", "model_id": model.id, "model_data": data} | lora
 
-    async def _weights_info(self, account: ApiAccount, asked: f.PathBody, request: web.Request) -> Answer:
-        found = self._service.weights.get(account.name, asked.tinker_path)
+    async def _weights_info(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
+        found = self._service.weights.get(account.name, asked)
         model = self._service.models.all[found.model]
         return listings.weights(model.base, model.spec)
 
     async def _copy(self, account: ApiAccount, asked: f.CopyWeightsBody, request: web.Request) -> Answer:
         """The copy is the account's, whatever project it is for."""
-        requests.check_token(asked.weights_access_token or request.headers.get("X-Tinker-Weights-Access-Token"))
+        if request.headers.get("X-Tinker-Weights-Access-Token"):
+            raise Refusal(400, f.NO_TOKENS)
         key = request.headers.get("X-Idempotency-Key", "")
-        copy = await self._service.copies.copy(account, asked.source_path, expires_s=asked.ttl_seconds, key=key)
+        copy = await self._service.models.copy(account, asked.source_path, expires_s=asked.ttl_seconds, key=key)
         return {"tinker_path": copy.path}
 
     async def _training_runs(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:

@@ -170,7 +170,7 @@ def test_samplers_that_follow_live_weights_are_written_once_and_left_behind_like
         saves = [client.next(c.SaveForSampler, sampler_seq=n, live=True) for n in range(3)]
         saved = [(await client.result(save)).sampler for save in saves]
         rows = {row["id"]: row["weights"] for row in server.service.shared.store.rows("select * from sampler")}
-        assert len({rows[id] for id in saved}) == 3
+        assert len({rows[id]["folder"] for id in saved}) == 3
         await server.kill()
         found = server.service.samplers.all
         newest = found[saved[2]].newest()

@@ -146,7 +146,7 @@ class RefusedCall(ModelCallBase, frozen=True):
 
 class SampleCall(CallBase, frozen=True):
     sampler: str
-    """A sampling session; the service makes one for calls that name weights instead (`sampler_for`)."""
+    """A sampling session."""
     seq: Number
     prompt: tuple[Token, ...]
     n: Count
@@ -266,6 +266,5 @@ decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(Result, dec_h
 decode_failed: Callable[[bytes], FailedCall] = msgspec.msgpack.Decoder(FailedCall).decode
 
 
-def digest(body: bytes) -> bytes:
-    """Equal for encoded calls that are the same in everything."""
-    return xxhash.xxh3_128_digest(body)
+digest: Callable[[bytes], bytes] = xxhash.xxh3_128_digest
+"""Equal for encoded calls that are the same in everything."""

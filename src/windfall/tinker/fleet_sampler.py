@@ -6,6 +6,7 @@ same tokens (bit for bit in deterministic mode).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import xxhash
@@ -30,7 +31,7 @@ class FleetSampler:
         self.open = OpenResponses(lambda: sum(member.open_slots for member in dispatch.members.here()))
         self._counted: dict[str, tuple[str, Episode, int]] = {}
         """Responses of the calls that are performed, by id: the account, and how many tokens were counted."""
-        self._work: dict[str, float] = {}
+        self._work = defaultdict[str, float](float)
         """What workers have done for each account since `take_work`."""
 
     async def sample(
@@ -49,7 +50,7 @@ class FleetSampler:
             )
             for n in range(call.n)
         ]  # fmt: skip
-        self._add_work(account, PREFILLED * len(call.prompt))
+        self._work[account] += PREFILLED * len(call.prompt)
         self._counted |= {episode.id: (account, episode, 0) for episode in episodes}
         try:
             stops = StopStrings(call.stop_texts, self._decode)
@@ -69,17 +70,14 @@ class FleetSampler:
         waited for counts 1."""
         for id in self._counted:
             self._count(id)
-        work, self._work = self._work, {}
+        work, self._work = self._work, defaultdict[str, float](float)
         if not work:
             for account, _, _ in self._counted.values():
-                work[account] = work.get(account, 0.0) + 1
+                work[account] += 1
         return work
 
     def _count(self, id: str) -> None:
         account, episode, counted = self._counted[id]
         if (tokens := len(episode.tokens) - counted) > 0:  # a stop text cuts some off
-            self._add_work(account, tokens)
+            self._work[account] += tokens
             self._counted[id] = account, episode, counted + tokens
-
-    def _add_work(self, account: str, tokens: float) -> None:
-        self._work[account] = self._work.get(account, 0.0) + tokens

@@ -125,15 +125,13 @@ class TinkerLoop:
         config = json.loads(self._life.policies[BASE].hello.engine.model_config)
         loras = [self.recipe.of(slot).train.lora for slot in (*self._train, *self._sample)]
         limits = [self.recipe.rollout.max_tokens, config.get("max_position_embeddings")]
+        hub = model if isinstance(model := resolve(self.recipe.model.path), str) else ""
         return ServerTerms(
-            base=self.section.name or self.recipe.model.path,
-            tokenizer=model if isinstance(model := resolve(self.recipe.model.path), str) else str(self._tokenizer()),
-            context=min(limit for limit in limits if limit),
-            vocabulary=config["vocab_size"],
-            rank=min(lora.rank or DEFAULT_RANK for lora in loras if lora is not None),
-            adapter=self._adapter,
+            base=self.section.name or self.recipe.model.path, tokenizer=hub or str(self._tokenizer()),
+            context=min(limit for limit in limits if limit), vocabulary=config["vocab_size"],
+            rank=min(lora.rank or DEFAULT_RANK for lora in loras if lora is not None), adapter=self._adapter,
             session_timeout_s=self.section.session_timeout_s,
-        )
+        )  # fmt: skip
 
     def _adapter(self, lora: LoraSpec) -> AdapterSpec:
         """The adapter that a client means. Layers are named by the modules that they are in. Raises WindfallError."""
@@ -158,8 +156,7 @@ class TinkerLoop:
     async def _load(self, slot: str, folder: Path) -> None:
         """Put weights into a slot and offer them to workers, as a version that this slot never had."""
         policy = self._life.policies[slot]
-        self._version += 1
-        version = self._version
+        self._version = version = self._version + 1
         await self._store.write(self._store.put("counter", name="version", value=version))
         await policy.trainer.load_adapter(path=str(folder), id=f"{slot}/{version}/load")
         published = await policy.trainer.publish(version=version, id=f"{slot}/{version}/publish")
@@ -168,5 +165,4 @@ class TinkerLoop:
 
     def _port(self) -> int:
         """The port of the recipe, or that of the last start."""
-        before = folders.read_json(self.folder / "tinker.json") or {}
-        return self.section.port or int(before.get("port", 0))
+        return self.section.port or int((folders.read_json(self.folder / "tinker.json") or {}).get("port", 0))

@@ -131,8 +131,7 @@ class Samplers:
             self.all.pop(id, None)
         calls = self._shared.calls
         await calls.fail(calls.of(ids), why)
-        for id in ids:
-            calls.drop_sampler(id)
+        calls.drop_samplers(ids)
         await self._shared.store.write(*(("delete from sampler where id = ?", (id,)) for id in ids))
         await self._weights.discard({sampler.folder for sampler in samplers if sampler.folder is not None})
 

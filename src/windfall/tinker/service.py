@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +73,7 @@ class TinkerService:
     def restore(self) -> None:
         """Continue from the store."""
         usage = self.shared.store.rows("select * from account")
-        self.keys.restore({row["name"]: json.loads(row["usage"]) for row in usage})
+        self.keys.restore({row["name"]: row["usage"] for row in usage})
         for part in (self.sessions, self.weights, self.models, self.samplers):
             part.restore()
         self.weights.clear()
@@ -83,7 +82,8 @@ class TinkerService:
             _, begin = self._kinds[type(entry.call)]
             begin(entry)
         for entry in sorted(repeated, key=lambda entry: entry.seq):
-            self.models.repeat(entry)
+            if (model := self.models.all.get(entry.model)) is not None:
+                model.since.append(entry)
         # ClientSessions that a killed server was about to end.
         held = [m.session for m in self.models.all.values() if not m.unloaded]
         held += [s.session for s in self.samplers.all.values()]

@@ -5,7 +5,6 @@ A session is alive as long as its client sends anything for it.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ class ClientSessions:
     def restore(self) -> None:
         now = time.time()
         for row in self._store.rows("select * from session where ended is null"):
-            self.open[row["id"]] = TinkerSession(**{**row, "seen": now, "info": json.loads(row["info"])})
+            self.open[row["id"]] = TinkerSession(**{**row, "seen": now})
 
     async def create(
         self, account: ApiAccount, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -100,20 +101,16 @@ class SharedParts:
     ) -> None:  # fmt: skip
         """Attempt to perform a call, with one trainer after the other, until it has a result or is `over`. `user`: what
         is wrong with the call is for its user to correct."""
-        failures = losses = 0
+        tries = Counter[type[TrainerLost]]()
         while entry.done is None and not over():
-            why = ""
             try:
                 await attempt()
             except WindfallError as e:
                 if entry.done is None:
                     await fail(c.FailedCall(message=str(e), user=user))
             except TrainerLost as e:
-                failures, losses = (failures + 1, losses) if isinstance(e, TrainerFailed) else (failures, losses + 1)
-                if failures >= FAILURES:
-                    why = f"the trainer failed with it {failures} times: {e}"
-                elif losses >= LOSSES:
-                    why = f"the trainer was lost {losses} times meanwhile: {e}"
-                if entry.done is None and why:
-                    await fail(c.FailedCall(message=why, user=False))
+                tries[type(e)] += 1
+                most, how = (FAILURES, "failed") if isinstance(e, TrainerFailed) else (LOSSES, "was lost")
+                if entry.done is None and tries[type(e)] >= most:
+                    await fail(c.FailedCall(message=f"the trainer {how} {most} times with this call: {e}", user=False))
                 await self.trainers.lost(e)

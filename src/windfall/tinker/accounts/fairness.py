@@ -29,8 +29,6 @@ LEAST_OPEN = 16
 """Responses that may be open at once without any worker."""
 PER_SLOT = 2
 """Open responses for each slot of a worker: slots that become free have work at once."""
-
-
 T = TypeVar("T")
 
 

@@ -1,14 +1,7 @@
 """Accounts: who may use the server, within which limits, and what each has used.
 
-    [alice]                     # a file of accounts: TOML, one table for each
-    key = "tml-..."             # what the client sends; keep the file private
-    models = 8                  # most models at the same time; 0: no limit
-    calls = 4096                # most calls without a result; 0: no limit
-    max_usd = 50                # no more calls once its bill is that high; 0: no limit
-    disk_gb = 20                # no more saves once its saved weights are that large; 0: no limit
-
-The file is read again when it changes. With a mistake in it, the accounts stay as they were. Without a file there is
-one account, with a key that the server makes.
+A file of accounts is TOML, with a table for each (AccountTable). It is read again when it changes. With a mistake in
+it, the accounts stay as they were. Without a file there is one account, with a key that the server makes.
 """
 
 from __future__ import annotations
@@ -152,13 +145,13 @@ def load(file: Path | None, folder: Path) -> Keys:
     return found
 
 
-def _state(file: Path | None) -> tuple[int, ...] | None:
+def _state(file: Path) -> tuple[int, ...] | None:
     """What changes when a file is written or replaced."""
     try:
-        found = file.stat() if file is not None else None
+        found = file.stat()
     except OSError:
         return None
-    return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _accounts(file: Path) -> dict[str, ApiAccount]:

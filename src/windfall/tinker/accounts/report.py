@@ -11,7 +11,6 @@ from windfall.controller.assembly import ControllerLife
 from windfall.errors import WindfallError
 from windfall.tinker.accounts.bill import EVENT
 from windfall.tinker.fleet_sampler import FleetSampler
-from windfall.tinker.models.model import TrainedModel
 from windfall.tinker.service import TinkerService
 
 EVERY_S = 1.0
@@ -71,23 +70,22 @@ class ServerReport:
         service = self._service
         (then_s, before), (now_s, now) = self._sums[0], self._sums[-1]
         s = max(EVERY_S, now_s - then_s)
-        models = [self._model(model) for model in service.models.all.values() if not model.unloaded]
+        slot_of = service.models.slots.slot_of
+        models = [
+            {
+                "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": slot_of(m), "calls": m.next_seq - 1,
+                "waiting": len(m.waiting),
+            }
+            for m in service.models.all.values()
+            if not m.unloaded
+        ]  # fmt: skip
+        names = dict.fromkeys([*service.keys.names, *service.bill.parts])  # may use the server, or have used it
         return {
             "url": self.url, "base": service.terms.base, "sessions": len(service.sessions.open), "models": models,
-            "accounts": {name: self._account(name) for name in self._names()},
+            "accounts": {name: self._account(name) for name in names},
             "bill": {**service.bill.to_fields(), "usd": service.bill.total.usd},
             **{rate: (now[name] - before[name]) / s for name, rate in RATES.items()},
         }  # fmt: skip
-
-    def _model(self, m: TrainedModel) -> dict[str, Any]:
-        return {
-            "model": m.id, "account": m.account, "rank": m.spec.rank, "slot": self._service.models.slots.slot_of(m),
-            "calls": m.next_seq - 1, "waiting": len(m.waiting),
-        }  # fmt: skip
-
-    def _names(self) -> list[str]:
-        """Accounts that may use the server or have used it."""
-        return list(dict.fromkeys([*self._service.keys.names, *self._service.bill.parts]))
 
     def _account(self, name: str) -> dict[str, Any]:
         service = self._service

@@ -13,7 +13,7 @@ import contextlib
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,16 +228,19 @@ class CallLog:
                 async with asyncio.timeout(left):
                     await news.wait()
 
-    def drop_sampler(self, sampler: str) -> None:
-        """Forget what the sampler has completed."""
+    def drop_samplers(self, samplers: Collection[str]) -> None:
+        """Forget what these samplers have completed."""
         for known in (self._completed, self._news):
-            for key in [key for key in known if key[0] == sampler]:
+            for key in [key for key in known if key[0] in samplers]:
                 del known[key]
 
     async def forget(self, gone: Callable[[Entry], bool]) -> None:
         """Forget the calls that nobody will ask for any more. `gone`: whether the owner of a call is gone."""
-        now = time.time()
-        old = {entry.id for entry in self._entries.values() if _is_over(entry, now, gone)}
+        before, old = time.time() - KEPT_S, set[str]()
+        for entry in self._entries.values():
+            since = entry.retrieved if entry.retrieved is not None else entry.done if gone(entry) else None
+            if entry.done is not None and not entry.kept_bytes and since is not None and since < before:
+                old.add(entry.id)
         if not old:
             return
         for id in old:
@@ -245,13 +248,6 @@ class CallLog:
         for key, entries in self._completed.items():
             self._completed[key] = [entry for entry in entries if entry.id not in old]
         await self._store.write(*(("delete from call where id = ?", (id,)) for id in old))
-
-
-def _is_over(entry: Entry, now: float, gone: Callable[[Entry], bool]) -> bool:
-    if entry.done is None or entry.kept_bytes:
-        return False
-    since = entry.retrieved if entry.retrieved is not None else entry.done if gone(entry) else now
-    return now - since > KEPT_S
 
 
 def _key(entry: Entry) -> tuple[str, int]:

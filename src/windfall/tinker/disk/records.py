@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,8 +48,7 @@ class NamedWeights:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> NamedWeights:
-        parsed = {"folder": Path(row["folder"]), "public": bool(row["public"]), "info": json.loads(row["info"])}
-        return cls(**{**row, **parsed})
+        return cls(**{**row, "folder": Path(row["folder"]), "public": bool(row["public"])})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,6 +83,5 @@ class Sampler:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Sampler:
-        fields = {**row, **json.loads(row["weights"])}
-        del fields["weights"]
+        fields = row["weights"] | {key: value for key, value in row.items() if key != "weights"}
         return cls(**{**fields, "folder": Path(fields["folder"]) if fields["folder"] else None})

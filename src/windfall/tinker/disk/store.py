@@ -14,7 +14,6 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +46,13 @@ create table if not exists sampler (
 );
 create table if not exists counter (name text primary key, value integer not null);
 """
-
+JSON = {"usage", "info", "spec", "weights"}
+"""Columns that hold JSON objects."""
 Statement = tuple[str, Sequence[Any]]
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Statements that are committed together, and who waits for that."""
-
-    statements: Sequence[Statement]
-    done: asyncio.Future[None]
+_Batch = tuple[Sequence[Statement], asyncio.Future[None]]
+"""Statements that are committed together, and who waits for that."""
 
 
 class TinkerStore:
@@ -95,7 +91,7 @@ class TinkerStore:
         cursor = self._reader.execute(sql, values)
         names = [column[0] for column in cursor.description]
         for row in cursor:
-            yield dict(zip(names, row, strict=True))
+            yield {name: json.loads(value) if name in JSON else value for name, value in zip(names, row, strict=True)}
 
     def write(self, *statements: Statement) -> asyncio.Future[None]:
         """Commit these statements together. The future is done when they are on disk; its error is that of the disk.
@@ -104,7 +100,7 @@ class TinkerStore:
         if self._error is not None:
             done.set_exception(self._error)
             return done
-        self._queue.put(_Batch(statements, done))
+        self._queue.put((statements, done))
         return done
 
     @staticmethod
@@ -131,8 +127,8 @@ class TinkerStore:
     def _commit(self, connection: sqlite3.Connection, batches: Sequence[_Batch]) -> None:
         try:
             connection.execute("begin immediate")
-            for batch in batches:
-                for sql, values in batch.statements:
+            for statements, _ in batches:
+                for sql, values in statements:
                     connection.execute(sql, values)
             connection.execute("commit")
         except Exception as e:  # every batch after this one would be built on what was lost
@@ -141,13 +137,13 @@ class TinkerStore:
         self._loop.call_soon_threadsafe(self._tell, batches, self._error)
 
     def _tell(self, batches: Sequence[_Batch], error: Exception | None) -> None:
+        for _, done in batches:
+            if error is not None:
+                _fail(done, error)
+            elif not done.done():
+                done.set_result(None)
         if error is not None:
             _fail(self.failed, error)
-        for batch in batches:
-            if error is not None:
-                _fail(batch.done, error)
-            elif not batch.done.done():
-                batch.done.set_result(None)
 
     async def close(self) -> None:
         """Write what is left."""

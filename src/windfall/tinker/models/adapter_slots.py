@@ -118,16 +118,14 @@ class TrainSlots:
                 self._loaded.pop(slot.name, None)
                 raise
 
-    def remove(self, model: TrainedModel) -> None:
-        """Free its slot, and save nothing."""
-        self.drop(model)
-        self._slots.forget(model.id)
-
-    def drop(self, model: TrainedModel) -> None:
-        """Forget the adapter that the slot holds: it may have changed in a call that failed."""
+    def drop(self, model: TrainedModel, *, gone: bool = False) -> None:
+        """Forget the adapter that the slot holds: it may have changed in a call that failed. `gone`: the model needs no
+        slot any more."""
         slot = self._slots.holding(model.id)
         if slot is not None:
             self._loaded.pop(slot.name, None)
+        if gone:
+            self._slots.forget(model.id)
 
     async def save(self) -> None:
         """Save what is in the slots. Raises TrainerLost."""

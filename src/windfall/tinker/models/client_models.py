@@ -33,11 +33,6 @@ class ClientModels:
         for row in self.shared.store.rows("select * from model"):
             self.all[row["id"]] = TrainedModel.read(row, self.shared, self.weights)
 
-    def repeat(self, entry: Entry) -> None:
-        """A call that a model may have to repeat, from a server before this one. They come in their order."""
-        if (model := self.all.get(entry.model)) is not None:
-            model.since.append(entry)
-
     def get(self, account: ApiAccount, id: str) -> TrainedModel:
         """Raises Refusal."""
         model = self.all.get(id)
@@ -180,7 +175,7 @@ class ClientModels:
             if not model.busy:
                 model.task.cancel()
             await asyncio.wait([model.task])
-        self.slots.remove(model)
+        self.slots.drop(model, gone=True)
         waiting = list(model.waiting.values())
         model.waiting.clear()
         await self.shared.calls.fail(waiting, why)

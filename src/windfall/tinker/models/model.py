@@ -9,7 +9,6 @@ without an update, is repeated like everything else. In deterministic mode the r
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -100,7 +99,7 @@ class TrainedModel:
 
     @classmethod
     def read(cls, row: Mapping[str, Any], shared: SharedParts, weights: SavedWeights) -> TrainedModel:
-        fields = {**row, **json.loads(row["spec"])}
+        fields = {**row, **row["spec"]}
         lora, folder = fields.pop("lora"), fields.pop("folder")
         fields |= {"spec": c.LoraSpec(**lora), "checkpoint": Path(folder) if folder else None}
         found = cls(**fields, shared=shared, weights=weights, seen=row["created"])
@@ -128,36 +127,31 @@ class TrainedModel:
 
     async def perform(self, trainer: RemoteTrainer, call: c.TrainerCall) -> c.Result:
         """Perform a call in the slot that holds the model. Raises WindfallError if it cannot be performed."""
-        began = time.monotonic()
+        began, id = time.monotonic(), f"{self.id}/{call.seq}"
         match call:
             case c.ForwardCall():
-                scored = await trainer.forward(call.samples, call.loss, id=self._id(call))
+                scored = await trainer.forward(call.samples, call.loss, id=id)
                 logprobs = tuple(np.zeros(0) if s.old is None else s.old for s in scored)
-                pairs = zip(call.samples, logprobs, strict=True)
-                loss = sum(call.loss.value(s.tokens(logp)) for s, logp in pairs)
+                loss = sum(call.loss.value(s.tokens(old)) for s, old in zip(call.samples, logprobs, strict=True))
                 result = c.ForwardResult(logprobs=logprobs, metrics={"loss:sum": loss}, width=call.width)
             case c.ForwardBackwardCall():
-                done = await trainer.forward_backward(call.samples, call.loss, id=self._id(call))
+                done = await trainer.forward_backward(call.samples, call.loss, id=id)
                 result = c.ForwardResult(logprobs=done.logprobs, metrics={"loss:sum": done.loss}, width=call.width)
             case c.OptimStepCall():
-                report = await trainer.optim_step(adam=call.adam, id=self._id(call))
+                report = await trainer.optim_step(adam=call.adam, id=id)
                 self._changed_seq, self._updates = call.seq, self._updates + 1
-                numbers = {"tokens": report.tokens, "grad_norm": report.grad_norm, "lr": report.lr}
-                metrics = {name: float(value) for name, value in numbers.items()}
+                metrics = {"tokens": float(report.tokens), "grad_norm": report.grad_norm, "lr": report.lr}
                 result = c.Stepped(metrics=metrics | {"skipped": float(bool(report.skipped))})
             case c.LoadWeights():
                 if call.seq > self.saved_seq:  # otherwise, the server was killed before it was recorded as performed
                     folder = str(self.weights.folder(call.path))
-                    await trainer.load_adapter(self.adapter, folder, optimizer=call.optimizer, id=self._id(call))
+                    await trainer.load_adapter(self.adapter, folder, optimizer=call.optimizer, id=id)
                     self._changed_seq = call.seq
                     await self.save_state(trainer)  # the weights that were loaded may be deleted before a restart
                 return c.ModelReady(model=self.id, path=call.path)
         if call.repeated:
             self._work_s += time.monotonic() - began
         return result
-
-    def _id(self, call: c.TrainerCall) -> str:
-        return f"{self.id}/{call.seq}"
 
     # saves
 

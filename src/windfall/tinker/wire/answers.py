@@ -43,15 +43,6 @@ def pending(request: str, outcome: Pending) -> dict[str, Any]:
     return answer | ({"queue_state_reason": outcome.why} if outcome.why else {})
 
 
-def sequence_ids(request: str, count: int) -> list[str]:
-    """The names of the sequences of a sample.
-
-    >>> sequence_ids("r", 2)
-    ['r/0', 'r/1']
-    """
-    return [f"{request}/{n}" for n in range(count)]
-
-
 def _bytes(values: Any, dtype: str = "<f4") -> bytes:
     return np.asarray(values, dtype).tobytes()
 

@@ -11,10 +11,11 @@ arrived, then with those after decompression. The SDK sends a request that was r
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -35,14 +36,10 @@ _ALL = ""
 
 def zstd() -> Any:
     """The module that decompresses. None: it is not installed, and clients are told not to compress."""
-    try:
-        from compression import zstd  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        try:
-            from backports import zstd  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            return None
-    return zstd
+    for name in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    return None
 
 
 class BodyReader:
@@ -55,7 +52,7 @@ class BodyReader:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def receive(self, request: web.Request, account: str, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
         """What the body of a request says, which is in flight until the context ends. Raises Refusal."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()

@@ -22,12 +22,9 @@ from windfall.tinker.calls import Count, Metadata, Number, Refusal, Token
 NO_TOKENS = "this server has no access tokens. The owner can call publish_checkpoint_from_tinker_path."
 _LOGPROBS = "this is not supported. Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
 UNSUPPORTED = {
-    "topk_sample_logprobs": _LOGPROBS,
-    "target_prompt_logprobs": _LOGPROBS,
-    "prompt_alt_tokens_k": _LOGPROBS,
-    "record_stability_info": _LOGPROBS,
-    "weights_access_token": NO_TOKENS,
-}
+    "topk_sample_logprobs": _LOGPROBS, "target_prompt_logprobs": _LOGPROBS, "prompt_alt_tokens_k": _LOGPROBS,
+    "record_stability_info": _LOGPROBS, "weights_access_token": NO_TOKENS,
+}  # fmt: skip
 """Fields of the SDK that this server has no use for, and what to do instead."""
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
@@ -204,12 +201,8 @@ class TtlBody(Body):
     ttl_seconds: TtlSeconds | None = None
 
 
-class FinishReason(Struct):
-    type: str
-
-
 class FinishBody(Body):
-    reason: FinishReason
+    reason: dict[str, Any]
     detail: str | None = None
 
 

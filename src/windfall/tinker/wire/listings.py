@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from windfall.tinker.disk.records import NamedWeights, TinkerSession
     from windfall.tinker.models.model import TrainedModel
 
-PROJECT = "default"
-"""Every session is in it: there are no projects."""
 MAX_PAGE = 1000
 T = TypeVar("T")
 
@@ -63,10 +61,14 @@ def storage(account: str, saved: Sequence[NamedWeights]) -> dict[str, Any]:
 def session(found: TinkerSession, checkpoints: int) -> dict[str, Any]:
     """A session that is open, as a search finds it."""
     return {
-        "session_id": found.id, "created_at": when(found.created), "owner": found.account, "project_id": PROJECT,
-        "status": {"type": "active"}, "checkpoints_count": checkpoints,
-        "display_name": found.info.get("name") or None, "user_metadata": found.info.get("metadata") or None,
+        "session_id": found.id, "created_at": when(found.created), "owner": found.account, "project_id": "default",
+        "status": {"type": "active"}, "checkpoints_count": checkpoints, **named(found),
     }  # fmt: skip
+
+
+def named(found: TinkerSession) -> dict[str, Any]:
+    """What the client has named a session."""
+    return {"display_name": found.info.get("name") or None, "user_metadata": found.info.get("metadata") or None}
 
 
 def matches(found: TinkerSession, search: SearchBody) -> bool:

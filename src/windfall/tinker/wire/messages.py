@@ -7,6 +7,7 @@ unknown fields, and nothing here depends on them. Tensors are raw little-endian 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from functools import cache
 from typing import Any
@@ -47,12 +48,10 @@ _ONE, _MANY = 1, 3
 
 def check_installed() -> None:
     """Raises WindfallError if the library is missing that reads and writes messages."""
-    try:
-        found = importlib.util.find_spec("google.protobuf")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise WindfallError("the package protobuf is not installed", fix=f"Run: {install_command('tinker')}")
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec("google.protobuf") is not None:
+            return
+    raise WindfallError("the package protobuf is not installed", fix=f"Run: {install_command('tinker')}")
 
 
 @cache

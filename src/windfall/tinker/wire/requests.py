@@ -93,8 +93,8 @@ def unload_model(body: dict[str, Any]) -> c.UnloadModel:
 def optim_step(body: dict[str, Any]) -> c.OptimStepCall:
     fields = f.convert(body, f.OptimStepBody)
     if fields.optimizer_params is not None or fields.adam_params is None:
-        kind = str((fields.optimizer_params or {}).get("type", "without adam_params"))
-        raise Refusal(400, f"optimizer_params: {_other_optimizer(kind)} Give AdamParams.")
+        kind = (fields.optimizer_params or {}).get("type", "without adam_params")
+        raise _other_optimizer("optimizer_params", kind)
     adam = f.convert(fields.adam_params, f.AdamFields, "adam_params")
     settings = Adam(
         lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay,
@@ -149,9 +149,10 @@ def sample(body: dict[str, Any]) -> c.SampleCall:
 
 
 def _check_optimizer(config: dict[str, Any] | None) -> None:
-    if config is not None and (kind := str(config.get("type"))) != "adamw":
-        raise Refusal(400, f"optimizer_config: {_other_optimizer(kind)}")
+    if config is not None and (kind := config.get("type")) != "adamw":
+        raise _other_optimizer("optimizer_config", kind)
 
 
-def _other_optimizer(kind: str) -> str:
-    return f"the optimizer {kind[:MAX_ECHO]!r} is not supported: this server has AdamW."
+def _other_optimizer(field: str, kind: object) -> Refusal:
+    what = f"{field}: the optimizer {str(kind)[:MAX_ECHO]!r} is not supported: this server has AdamW"
+    return Refusal(400, f"{what} (AdamParams).")

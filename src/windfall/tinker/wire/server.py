@@ -251,12 +251,8 @@ class TinkerServer:
     async def _session(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
         session = self._service.sessions.get(account, request.match_info["session"])
         samplers = [sampler.id for sampler in self._service.samplers.all.values() if sampler.session == session.id]
-        return {
-            "training_run_ids": self._models_of(account, session.id),
-            "sampler_ids": samplers,
-            "user_metadata": session.info.get("metadata") or None,
-            "display_name": session.info.get("name") or None,
-        }
+        of = {"training_run_ids": self._models_of(account, session.id), "sampler_ids": samplers}
+        return of | listings.named(session)
 
     async def _finish(self, account: ApiAccount, asked: f.FinishBody, request: web.Request) -> Answer:
         try:
@@ -273,7 +269,7 @@ class TinkerServer:
         entry = await self._service.submit(account, call, body)
         answer: Answer = {"request_id": entry.id} | ({"model_id": entry.model} if entry.model else {})
         if isinstance(call, c.SampleCall):
-            answer["sample_sequence_ids"] = answers.sequence_ids(entry.id, call.n)
+            answer["sample_sequence_ids"] = [f"{entry.id}/{n}" for n in range(call.n)]
         return answer
 
     async def _retrieve(self, account: ApiAccount, asked: f.RetrieveBody, request: web.Request) -> web.Response:
@@ -359,13 +355,12 @@ class TinkerServer:
     async def _training_runs(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
         _check_project(request.query)
         found, cursor = listings.page(self._service.models.of(account), request.query, limit=20)
-        return {"training_runs": [self._run(account, model.id) for model in found], "cursor": cursor}
+        saved = self._service.weights.of
+        return {"training_runs": [listings.training_run(m, saved(account, m.id)) for m in found], "cursor": cursor}
 
     async def _training_run(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
-        return self._run(account, request.match_info["model"])
-
-    def _run(self, account: ApiAccount, id: str) -> dict[str, Any]:
-        return listings.training_run(self._service.models.get(account, id), self._service.weights.of(account, id))
+        model = self._service.models.get(account, request.match_info["model"])
+        return listings.training_run(model, self._service.weights.of(account, model.id))
 
     async def _checkpoints_of_model(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
         model = self._service.models.get(account, request.match_info["model"])

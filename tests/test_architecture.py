@@ -69,7 +69,7 @@ LAYERS = [
     {"engine", "envs"},
     {"controller", "trainer", "worker", "providers"},
     {"run"},
-    {"page", "serve", "sft", "jobs", "tinker", "hub", "on_ray"},
+    {"__main__", "page", "serve", "sft", "jobs", "tinker", "hub", "on_ray"},
     {"sim"},
     {"plan"},
     {"client"},
@@ -258,6 +258,13 @@ def test_light_core_is_light(light: list[str], heavy: set[str]) -> None:
     loaded = set(json.loads(done.stdout))
     assert f"windfall.{light[-1]}" in loaded
     assert not loaded & heavy
+
+
+def test_help_imports_no_server() -> None:
+    """Every command and process of windfall begins with these imports."""
+    code = "import json, sys, windfall.run.cli; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(json.loads(done.stdout)) & {*HEAVY, "aiohttp", "numpy", "windfall.recipe.sections"}
 
 
 def test_modules_are_named_by_what_they_hold() -> None:

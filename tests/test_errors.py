@@ -179,5 +179,8 @@ def test_errors_of_the_file_system_are_no_bugs(tmp_path: Path) -> None:
         assert found is not None
         assert found.where == str(tmp_path)
         assert "bytes are free there" in found.what
+    copied = errors.file_system_error(OSError(errno.ENOSPC, "No space left on device", "from", None, "to"), tmp_path)
+    assert copied is not None
+    assert copied.where == "to"
     for other in (OSError(errno.EPERM, "Operation not permitted"), OSError(errno.EIO, "I/O error", "a"), KeyError("a")):
         assert errors.file_system_error(other, tmp_path) is None

@@ -44,17 +44,20 @@ class WindfallError(Exception):
         super().__init__("\n".join(p for p in (f"{where}: {what}" if where else what, fix) if p))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `Did you mean 'x'?`, or the list of known names if none is close.
+def nearest(word: str, known: Iterable[str], ending: str = "") -> str:
+    """Return `Did you mean 'x'?`, or the list of known names if none is close. `ending`: what all names end with, which
+    makes none of them closer.
 
     >>> nearest("temprature", ["temperature", "top_p"])
     "Did you mean 'temperature'?"
+    >>> nearest("agnet.toml", ["agent.toml", "demo.toml"], ".toml"), nearest("x.toml", ["demo.toml"], ".toml")
+    ("Did you mean 'agent.toml'?", 'Known: demo.toml.')
     """
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    names = {name.removesuffix(ending): name for name in sorted(known)}
+    close = difflib.get_close_matches(word.removesuffix(ending), names, n=1, cutoff=0.6)
     if close:
-        return f"Did you mean '{close[0]}'?"
-    return f"Known: {', '.join(names)}." if names else ""
+        return f"Did you mean '{names[close[0]]}'?"
+    return f"Known: {', '.join(names.values())}." if names else ""
 
 
 def install_command(extra: str) -> str:
@@ -170,7 +173,17 @@ def describe_write(error: BaseException, path: Path) -> str:
 
 
 def unwritable(what: str, path: Path, error: OSError, fix: str = "") -> WindfallError:
-    return WindfallError(f"cannot write {what}: {describe_write(error, path)}", where=str(path), fix=fix)
+    """The error for a file or folder that cannot be written. `fix`: by default, what its kind of failure calls for."""
+    why = describe_write(error, path)
+    return WindfallError(f"cannot write {what}: {why}", where=str(path), fix=fix or _fix_of_write(error))
+
+
+def _fix_of_write(error: OSError) -> str:
+    if is_disk_full(error):
+        return "Free space on its disk, or choose another folder."
+    if error.errno == errno.ENOENT:
+        return "Create its folder first, or choose another one."
+    return "Choose another folder, or make this one writable."
 
 
 def file_system_error(error: BaseException, folder: Path) -> WindfallError | None:
@@ -179,6 +192,8 @@ def file_system_error(error: BaseException, folder: Path) -> WindfallError | Non
     named = error.filename if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS else None
     if not named and not is_disk_full(error):
         return None
+    if isinstance(error, OSError) and is_disk_full(error):
+        named = error.filename2 or named  # of a copy, the first name is what was read
     path = Path(str(named or folder))
     fix = "Free space on its disk." if is_disk_full(error) else "Check the permissions of it and of its folder."
     fix += " Then continue a run with `windfall resume`."

@@ -24,6 +24,11 @@ RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml
 ASYNC_AND_DETERMINISTIC = "[run]\ndeterministic = true\n[rollout]\nstaleness = 2"
 
 
+def test_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[run]\nsteps = 7\n", encoding="utf-8-sig")
+    assert load_recipe(tmp_path / "recipe.toml").run.steps == 7
+
+
 def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     path = tmp_path / "recipe.toml"
     path.write_text(toml)

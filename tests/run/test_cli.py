@@ -125,12 +125,20 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["train", "small.toml", "--set", "rollout.group_size=1"], "works with single responses: reinforce_pp."),
         (["train", "small.toml", "--set", "rollout.group_size=1", "--set", "algorithm.name=dapo"], "dapo compares the"),
         (["train", "small.toml", "--token", "no.such"], "--token no.such: no such token file"),
+        (["train", "small.toml", "--max-usd", "40"], "--max-usd: only for a job of a service\nAdd --on"),
+        (["train", "small.toml", "--share", "2", "--dry-run"], "--share: only for a job of a service"),
+        (["resume", "started", "--max-usd", "0"], "--max-usd: only for a job of a service"),
+        (["train", "x.toml"], "x.toml: no such recipe file\nKnown: binary.toml, empty.toml, small.toml."),
+        (["train", "smal.toml"], "Did you mean 'small.toml'?"),
+        (["recipe", "train.lrr"], "unknown section or key 'train.lrr'\nDid you mean 'train.lr'?"),
+        (["sft", "no.jsonl"], "no.jsonl: no such file\nGive a JSONL or parquet file."),
+        (["plan", "8B", "--gpus", "8xH100", "--objective", "x"], "value 'x'\nKnown: cost, deadline, throughput."),
         (["train", "small.toml", "--token", "short.token"], "short.token: not a token"),
         (["train", "small.toml", "--token", "binary.toml"], "binary.toml: not a token"),
-        (["train", "small.toml", "--token", "small"], "small: the run's token cannot be read"),
+        (["train", "small.toml", "--token", "small"], "small: the token cannot be read: Is a directory\nGive a file"),
         (["train", "small.toml", "--token", ""], "--token: the token is empty"),
         (["token", "small.toml"], "small.toml: this file already exists"),
-        (["token", "nowhere/x"], "nowhere/x: cannot write the token"),
+        (["token", "nowhere/x"], "cannot write the token: No such file or directory\nCreate its folder first"),
         (["worker", "--join", "http://", "--token", "x"], "'http://' is not the address of a controller"),
         (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not the address of a controller"),
         (["worker", "--join", "http://h:1", "--token", "no.such", "--patience", "1"], "waited 1 s for this token file"),
@@ -226,6 +234,29 @@ def test_dry_run_prints_the_recipe_and_starts_nothing(windfall: Windfall, here: 
     assert "# not checked: whether the weights of the model can be loaded" in out
     assert load_recipe(here / "printed.toml") == load_recipe(here / "small.toml", ["train.lr=3e-4"])
     assert "weight_decay" not in out
+
+
+def test_dry_run_does_not_claim_that_the_hub_has_the_model(windfall: Windfall) -> None:
+    _, out, _ = windfall("train", "small.toml", "--dry-run", "--set", "model.path=me/mine")
+    assert "# not checked: whether the hub has me/mine, " in out
+
+
+def test_recipe_prints_one_key(windfall: Windfall) -> None:
+    code, out, _ = windfall("recipe", "train.lr")
+    assert (code, [line.split()[0] for line in out.split("\n") if line]) == (0, ["[train]", "key", "lr"])
+    assert all(heading in windfall("recipe", "temperature")[1] for heading in ("[rollout]", "[eval]"))
+
+
+def test_ctrl_c_during_the_imports_ends_with_status_130(tmp_path: Path) -> None:
+    code = (
+        "import builtins, sys; from windfall.__main__ import main; find = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name.startswith('windfall.run'): raise KeyboardInterrupt\n"
+        "    return find(name, *rest)\n"
+        "builtins.__import__ = interrupted; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def up(
 
 
 def jobs(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show this job only.")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Show this job only.")] = "",
     on: On = "fleet",
     token: Token = None,
     tls_ca: ServiceCa = None,

@@ -79,7 +79,7 @@ class FleetSettings(Section):
 def load(path: Path) -> FleetSettings:
     """Read the file of a fleet. Its paths become absolute."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as e:
         fix = "Create it; an empty file is a fleet of all devices of this machine. Keys: docs/jobs.md."
         raise WindfallError(f"cannot read the fleet's file: {e.strerror or e}", where=str(path), fix=fix) from e

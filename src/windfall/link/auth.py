@@ -67,7 +67,8 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as e:
-        raise WindfallError(f"the run's token cannot be read: {e}", where=str(path)) from e
+        fix = "Give a file that you may read; `windfall token FILE` creates one."
+        raise WindfallError(f"the token cannot be read: {e.strerror or e}", where=str(path), fix=fix) from e
     except UnicodeDecodeError:
         token = ""
     if len(token) < 16 or not re.fullmatch(r"[!-~]+", token):

@@ -106,8 +106,7 @@ def check(run: Path, *, as_json: bool = False) -> None:
 
 def _check_objective(objective: str, deadline_h: float) -> None:
     if objective not in OBJECTIVES:
-        wrong = f"unknown value {objective!r}; expected one of: {', '.join(OBJECTIVES)}"
-        raise WindfallError(wrong, where="--objective", fix=nearest(objective, OBJECTIVES))
+        raise WindfallError(f"unknown value {objective!r}", where="--objective", fix=nearest(objective, OBJECTIVES))
     if deadline_h > 0 and objective != "deadline":
         fix = "Add --objective deadline, or leave --deadline out."
         raise WindfallError(f"the objective {objective} has no deadline", where="--deadline", fix=fix)

@@ -40,9 +40,9 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (FileNotFoundError, NotADirectoryError) as e:
-        near = nearest(path.name, _files_in(path.parent))
+        near = nearest(path.name, _files_in(path.parent), ".toml")
         fix = shipped.hint(path) or near or "Recipes are TOML files; `windfall examples .` writes some."
         raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
     except IsADirectoryError as e:
@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.toml"))
+    return sorted(path.name for path in folder.glob("*.toml") if path.name != "pyproject.toml")
 
 
 def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:

@@ -114,12 +114,14 @@ def train(
         )
         submission.part().submit(parsed, job)
         return
+    if not on:
+        submission.refuse_options(name=name, share=share != 1.0, priority=priority, max_usd=max_usd, deadline=deadline)
     chosen = invitation.token(token) if token is not None else None
     report = recipe_check.check(parsed)
     if dry_run:  # what is printed is a recipe itself
         print(dump_recipe(parsed, all_keys=False))
         print(f"# {report}\n# checked: {recipe_check.CHECKED}")
-        print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
+        print(f"# not checked: {recipe_check.not_checked(parsed)}; nothing was started")
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
@@ -155,6 +157,7 @@ def resume(
     if on:
         submission.part().resume(str(run), on, token, tls_ca, max_usd)
         return
+    submission.refuse_options(token=token, max_usd=max_usd is not None)
     start.resume(load_recipe(recipe_file(run), set), run)
 
 

@@ -26,10 +26,9 @@ from windfall.run import worker_sources
 from windfall.weights import adapter_folder
 
 CHECKED = (
-    "all keys, that the model's folder exists and is that of a text model, two calls to the environment, trace, "
-    "certificates, fleet"
+    "all keys, that the model's folder, if it is one, exists and is that of a text model, two calls to the "
+    "environment, trace, certificates, fleet"
 )
-NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory, and prompts into its context"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 
@@ -59,6 +58,16 @@ def check(recipe: Recipe) -> str:
     if is_agent(recipe):
         agents.check_grader(recipe, host)
     return "; ".join((*found, report))
+
+
+def not_checked(recipe: Recipe) -> str:
+    """
+    >>> not_checked(Recipe.model_validate({"model": {"path": "me/mine"}}))[:66]
+    'whether the hub has me/mine, whether the weights of the model can '
+    """
+    paths = dict.fromkeys(recipe.of(name).model.path for name in recipe.names())
+    hub = "".join(f"whether the hub has {path}, " for path in paths if isinstance(load.resolve(path), str))
+    return f"{hub}whether the weights of the model can be loaded and fit into memory, and prompts into its context"
 
 
 def describe_bases(recipe: Recipe) -> str:

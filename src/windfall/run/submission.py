@@ -46,6 +46,16 @@ class SubmitPart(ProgramPart, ABC):
     def resume(self, name: str, on: str, token: str | None, ca: Path | None, max_usd: float | None) -> None: ...
 
 
+def refuse_options(**given: object) -> None:
+    """Refuse options that only a job of a service has. `given`: by name, what was given without --on; falsy: nothing.
+
+    >>> refuse_options(max_usd=0, deadline="")
+    """
+    for name in (name for name, value in given.items() if value):
+        fix = "Add --on with the address of the service (windfall up), or leave this option out."
+        raise WindfallError("only for a job of a service", where=f"--{name.replace('_', '-')}", fix=fix)
+
+
 def part() -> SubmitPart:
     found = next((part for part in parts.found() if isinstance(part, SubmitPart)), None)
     if found is None:

@@ -70,6 +70,7 @@ def tinker(
         )  # fmt: skip
         submission.part().submit(found, asked)
         return
+    submission.refuse_options(job=job, share=share != 1.0, priority=priority, max_usd=max_usd, token=token)
     recipe_check.check(found)
     start.train(found, start.new_folder(found))
 

@@ -98,6 +98,8 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from _table_rows(file)
         else:
             yield from _json_rows(file)
+    except FileNotFoundError as e:
+        raise WindfallError("no such file", where=str(file), fix="Give a JSONL or parquet file.") from e
     except OSError as e:
         raise WindfallError(f"cannot read it: {e.strerror or e}", where=str(file), fix="Make it readable.") from e
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windfall import run_folder as folders
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 from windfall.models import gguf_file, load
 from windfall.recipe.file import load_recipe
 from windfall.trainer import checkpoint
@@ -67,8 +67,7 @@ def export(source: Path, out: Path | None, policy: str = "", gguf: str = "") -> 
                     shutil.copyfile(file, work / file.name)
         work.rename(folder)
     except OSError as e:
-        fix = "Free disk space, or name another folder as OUT."
-        raise WindfallError(f"cannot write the model: {e}", where=str(folder), fix=fix) from e
+        raise unwritable("the model", folder, e) from e
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Exported(folder=folder, source=path, base=base, gguf=gguf)

@@ -107,7 +107,10 @@ def response_tokens(model: str) -> int:
 
 
 def recipe(
-    section: Annotated[str, typer.Argument(metavar="SECTION", help="Print the keys of this section only.")] = "",
+    section: Annotated[
+        str,
+        typer.Argument(metavar="SECTION", help="Print the keys of this section only; or one key, such as train.lr."),
+    ] = "",
     all: Annotated[bool, typer.Option("--all", help="Print all keys, section by section.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -125,17 +128,31 @@ def recipe(
         main = [(f"{where}.{key.name}", key.default, key.meaning) for where, key in reference.main_keys()]
         Console(highlight=False).print(plain_table(columns, main))
         return
-    sections = dict(reference.all_sections())
-    chosen = {h: s for h, s in sections.items() if all or h.strip("[]").partition("]")[0] == section}
+    keys = {heading: list(reference.keys_of(found)) for heading, found in reference.all_sections()}
+    chosen = {heading: found for heading, found in keys.items() if all or _name(heading) == section}
+    chosen = chosen or {
+        heading: same
+        for heading, found in keys.items()
+        if (same := [key for key in found if section in (key.name, f"{_name(heading)}.{key.name}")])
+    }
     if not chosen:
-        known = {heading.strip("[]").partition("]")[0] for heading in sections}
-        raise WindfallError(f"unknown section {section!r}", where="windfall recipe", fix=nearest(section, known))
+        paths = {f"{_name(heading)}.{key.name}" for heading, found in keys.items() for key in found}
+        fix = nearest(section, paths if "." in section else map(_name, keys))
+        raise WindfallError(f"unknown section or key {section!r}", where="windfall recipe", fix=fix)
     if as_json:
-        _print_keys((heading, key) for heading, found in chosen.items() for key in reference.keys_of(found))
+        _print_keys((heading, key) for heading, found in chosen.items() for key in found)
         return
     for heading, found in chosen.items():
-        rows = [(key.name, key.default, key.meaning) for key in reference.keys_of(found)]
+        rows = [(key.name, key.default, key.meaning) for key in found]
         Console(highlight=False).print(f"\n{heading}", plain_table(columns, rows), sep="\n", markup=False)
+
+
+def _name(heading: str) -> str:
+    """
+    >>> _name("[train.lora]"), _name('[env] with name = "gym"')
+    ('train.lora', 'env')
+    """
+    return heading.strip("[]").partition("]")[0]
 
 
 def _print_keys(keys: Iterable[tuple[str, Key]]) -> None:

@@ -156,7 +156,7 @@ def _state(file: Path) -> tuple[int, ...] | None:
 
 def _accounts(file: Path) -> dict[str, ApiAccount]:
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as e:
         raise WindfallError(f"cannot be read: {e}", where=str(file), fix="See docs/tinker.md, Accounts.") from e
     accounts = {name: _account(name, table, file) for name, table in tables.items()}

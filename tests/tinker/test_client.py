@@ -242,7 +242,10 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seq": 1 << 63}, {"seq": -1}, {"n": 0}, {"n": 1 << 40}, {"prompt": (-1,)}, {"prompt": (1 << 40,)}],
+    [
+        *({"seq": 1 << 63}, {"seq": -1}, {"n": 0}, {"n": 1 << 40}, {"prompt": (-1,)}, {"prompt": (1 << 40,)}),
+        *({"max_tokens": -1}, {"prompt_last": -1}, {"prompt_top_k": -1}),
+    ],
 )
 def test_numbers_that_no_call_has_are_refused(server: Server, changed: dict[str, Any]) -> None:
     fields = {"sampler": "s", "seq": 0, "prompt": (1, 2), "n": 1, "max_tokens": 4, "sampling": Sampling()} | changed

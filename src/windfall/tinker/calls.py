@@ -32,7 +32,7 @@ from windfall.types import Sampling
 
 Metadata = dict[str, str]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""The number of a call of a model or a sampler."""
+"""A whole number, such as that of a call of a model or a sampler."""
 MAX_TOKEN = 1 << 31
 Token = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKEN)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -150,7 +150,7 @@ class SampleCall(CallBase, frozen=True):
     seq: Number
     prompt: tuple[Token, ...]
     n: Count
-    max_tokens: int | None
+    max_tokens: Number | None
     """None: as many as fit."""
     sampling: Sampling
     seed: int | None = None
@@ -159,9 +159,9 @@ class SampleCall(CallBase, frozen=True):
     eos: bool = True
     """The stop tokens of the model end a sequence, too."""
     prompt_logprobs: bool = False
-    prompt_last: int = 0
+    prompt_last: Number = 0
     """Only the last tokens of the prompt get log-probs: this many. The others are NaN. 0: all."""
-    prompt_top_k: int = 0
+    prompt_top_k: Number = 0
 
 
 TrainerCall = ForwardCall | ForwardBackwardCall | OptimStepCall | LoadWeights

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    Ernie4_5_MoeConfig,
+    GPT2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from windfall.errors import WindfallError
 from windfall.models import load
@@ -109,6 +116,24 @@ def test_all_experts_have_a_state_and_a_token_has_the_activations_of_those_that_
     assert many.kept(2).all > 2 * ModelShape.of(SIZES).kept(2).all
     found = plan_memory(recipe(), model, 2048, free=141 * GB, total=141 * GB, host=0.0)
     assert found.layout.gpu_bytes == 18 * count
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_embd=64, n_head=4, n_layer=4, vocab_size=100),
+        CTRLConfig(n_embd=64, n_head=4, n_layer=4, dff=256, vocab_size=100),
+        Ernie4_5_MoeConfig(**SIZES, moe_num_experts=16, moe_k=6, moe_intermediate_size=256),
+    ],
+)
+def test_models_with_other_names_for_their_sizes_are_planned(config: Any) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shape = ModelShape.of_model(model)
+    assert (shape.layers, shape.hidden, shape.heads) == (4, config.hidden_size, config.num_attention_heads)
+    assert (shape.chosen, shape.experts) == ((6, 16) if hasattr(config, "moe_k") else (0, 0))
+    found = plan_memory(recipe(), model, 64, free=80 * GB, total=80 * GB, host=80 * GB)
+    assert found.layout.trained == sum(p.numel() for p in model.parameters())
 
 
 def test_other_copies_of_the_weights_leave_less_room() -> None:

@@ -58,7 +58,7 @@ def plan_memory(
     """`free`, `total`: bytes of the GPU. Unsharded, the weights are there already. `host`: free bytes of host memory,
     for the `local_ranks` of this machine. `place`: as in `layout_of`. Raises WindfallError if nothing fits."""
     layout, context = layout_of(recipe, model, **place), recipe.train.context_parallel
-    shape, width = ModelShape.of(model.config.to_dict()), model.dtype.itemsize
+    shape, width = ModelShape.of_model(model), model.dtype.itemsize
     asked = min(recipe.train.micro_tokens, longest * recipe.rollout.groups * recipe.rollout.group_size)
     pack = max(longest, asked)  # a response is never split over packs
     each, layers, of_rank = shape.kept(width), shape.layers, -(-pack // context)

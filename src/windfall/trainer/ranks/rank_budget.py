@@ -38,8 +38,12 @@ from typing import Any
 from windfall.trainer.model.activation_memory import LayerBytes, layer_bytes
 from windfall.trainer.ranks.state_layout import StateLayout
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in config.json."""
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k")
+EXPERT_SIZE_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+"""Names in config.json of the number of experts, of those that compute a token, and of the size of one."""
+SIZES = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Attributes that a configuration of transformers has even if its config.json has other names for them."""
 REDUCED_BYTES = 4
 """Gradients are summed in float32."""
 
@@ -67,11 +71,12 @@ class ModelShape:
         """The sizes in the fields of a model's config.json. Raises KeyError for a model without them."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         intermediate = config.get("intermediate_size") or 4 * hidden
-        experts = next((n for key in EXPERT_KEYS if isinstance(n := config.get(key), int) and n), 0)
-        chosen = (config.get("num_experts_per_tok") or experts) if experts else 0
+        first = lambda keys: next((n for key in keys if isinstance(n := config.get(key), int) and n), 0)  # noqa: E731
+        experts = first(EXPERT_KEYS)
+        chosen = (first(CHOSEN_KEYS) or experts) if experts else 0
         return ModelShape(
             hidden=hidden,
-            intermediate=chosen * (config.get("moe_intermediate_size") or intermediate) if experts else intermediate,
+            intermediate=chosen * (first(EXPERT_SIZE_KEYS) or intermediate) if experts else intermediate,
             experts=experts,
             chosen=chosen,
             layers=config["num_hidden_layers"],
@@ -81,6 +86,12 @@ class ModelShape:
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
         )
+
+    @staticmethod
+    def of_model(model: Any) -> ModelShape:
+        """The sizes of a model of transformers."""
+        config = model.config
+        return ModelShape.of(config.to_dict() | {name: getattr(config, name) for name in SIZES})
 
     @property
     def layer_parameters(self) -> int:

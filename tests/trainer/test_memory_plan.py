@@ -150,6 +150,12 @@ def test_several_ranks_keep_their_masters() -> None:
     assert eight.layout.host_share == 0
 
 
+def test_one_rank_that_is_sharded_gathers_copies() -> None:
+    one, two = (plan(recipe(), 300 * GB, ranks=n, sharded=True) for n in (1, 2))
+    copies = [found.peak_bytes - found.layout.gpu_bytes for found in (one, two)]
+    assert copies[0] == copies[1], "weights in the compute dtype, and their gradients"
+
+
 def test_the_base_of_adapters_is_whole_on_every_rank_if_it_fits() -> None:
     place: dict[str, Any] = {"ranks": 4, "sharded": True}
     large, small = plan(recipe(lora=True), 80 * GB, **place), plan(recipe(lora=True), 24 * GB, **place)

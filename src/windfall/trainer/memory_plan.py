@@ -66,7 +66,9 @@ def plan_memory(
     if SOCKET in os.environ:  # states of other jobs sleep when this one trains
         free = max(free, residence.STATE_SHARE * total)
     copies, adapters = _copies(recipe, layout, whole), layout.trained if layout.frozen else 0
-    budget = rank_budget(shape, layout.ranks, pack_tokens=1, value_bytes=width, adapter_parameters=adapters)
+    budget = rank_budget(
+        shape, layout.ranks, pack_tokens=1, value_bytes=width, adapter_parameters=adapters, sharded=layout.sharded
+    )
     others = copies + budget.gathered
     room = free + (0 if layout.sharded else whole)
     share = 1.0 - OWN_ENGINE_SHARE if recipe.fleet.local else 1.0

@@ -197,7 +197,8 @@ class TorchTrainer:
         try:
             self.optimizer.restore(path)
         except (OSError, SafetensorError, ValueError) as e:
-            raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path)) from e
+            fix = "Use a checkpoint of the same weights and train.optimizer, or restore its files from a copy."
+            raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path), fix=fix) from e
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         """The packs of every rank."""

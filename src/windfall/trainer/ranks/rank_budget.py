@@ -11,8 +11,9 @@ Memory of a rank (bytes), with full training:
     layers        2 w L + (w + 4) L      the layer (L parameters) at work and the next one, and the gradient of one
     activations   tokens of a pack x bytes kept per token (activation_memory.py)
 
-One rank gathers nothing. Adapters: each rank has the state of all of them. The frozen weights need w P / N and are
-gathered as above, without gradients; or they are whole on every rank (w P), and nothing is gathered.
+One rank gathers nothing, unless FSDP2 splits over it (train.rendezvous): then it copies as above. Adapters: each rank
+has the state of all of them. The frozen weights need w P / N and are gathered as above, without gradients; or they are
+whole on every rank (w P), and nothing is gathered.
 
 Communication of a rank (bytes sent), per pack: every weight is gathered for the forward and again for the backward
 pass, and its gradient is summed in float32:
@@ -173,9 +174,10 @@ def rank_budget(
     adapter_parameters: int = 0,
     whole_base: bool = False,
     context: int = 1,
+    sharded: bool = False,
 ) -> RankBudget:
     """With all state on the GPU. `adapter_parameters`: 0 for full training. `whole_base`: the frozen weights are whole
-    on every rank. `context`: ranks that compute a pack together.
+    on every rank. `context`: ranks that compute a pack together. `sharded`: even one rank is split by FSDP2.
 
     >>> shape = ModelShape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head=4, vocabulary=100, tied=True)
     >>> alone, two = (rank_budget(shape, 4, pack_tokens=8, context=context) for context in (1, 2))
@@ -186,7 +188,7 @@ def rank_budget(
     """
     p, layer, root = shape.parameters, shape.layer_parameters, shape.root_parameters
     reduced = REDUCED_BYTES
-    split = ranks > 1 and not whole_base
+    split = (sharded or ranks > 1) and not whole_base
     gathered, sent = value_bytes * (root + 2 * layer), 2 * value_bytes * p
     if not adapter_parameters:  # no gradient of a frozen weight
         gathered += (value_bytes + reduced) * (root + layer)

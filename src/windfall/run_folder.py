@@ -184,8 +184,7 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
                 break
             except OSError:
                 if time.monotonic() >= deadline:
-                    doing = f"this run's {role}" if role else "running it"
-                    what = f"another process is already {doing}"
+                    what = f"another process is already {f'its {role}' if role else 'running it'}"
                     raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
                 time.sleep(0.05)
         yield

@@ -110,7 +110,7 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
             ["train", "small.toml", "--set", "env={name='custom', factory='no_such:thing'}"],
             "env.factory: cannot import",
         ),
-        (["train", "small.toml", "--set", "run.folder=small.toml"], "Set run.folder."),
+        (["train", "small.toml", "--set", "run.folder=small.toml"], "Not a directory\nSet run.folder to a folder"),
         (["resume", "runs/small"], "runs/small: no such run"),
         (["resume", "startd"], "startd: no such run\nDid you mean 'started'?"),
         (["resume", "small"], "Give a folder such as runs/demo."),

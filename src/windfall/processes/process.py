@@ -173,7 +173,7 @@ def open_log(path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
-        fix = "A worker writes its output there. Make the folder writable, or use another run folder."
+        fix = "Output is written there. Make its folder writable, or choose another one."
         raise WindfallError(f"cannot open the log: {describe_write(e, path)}", where=str(path), fix=fix) from e
 
 

@@ -34,7 +34,8 @@ def new_folder(recipe: Recipe) -> Path:
         except FileExistsError:
             continue
         except OSError as e:
-            raise WindfallError(f"cannot create the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
+            what = f"cannot create the run's folder: {errors.describe_write(e, folder)}"
+            raise WindfallError(what, where=str(folder), fix="Set run.folder to a folder that you may write to.") from e
         try:
             folders.write_recipe(recipe, folder)
             folders.replace(folder / folders.BEGAN, dump_recipe(recipe))

@@ -74,7 +74,7 @@ def test_parts_of_a_split() -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WindfallError, match="nothing is downloaded"):
+    with pytest.raises(WindfallError, match="This does it: hf download OWNER/NAME --repo-type dataset"):
         find(tmp_path / "openai" / "gsm8k")
     with pytest.raises(WindfallError, match="no data in this folder"):
         find(tmp_path)

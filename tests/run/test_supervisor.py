@@ -39,6 +39,13 @@ def supervisor_of(folder: Path, gpus: int = 0, **sections: Any) -> Supervisor:
     return Supervisor(recipe, folder, Console(recipe, folder), places)
 
 
+def test_supervised_run_asks_for_no_workers(tmp_path: Path, output: io.StringIO) -> None:
+    (tmp_path / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:81", "port": 81, "pages": ["/page"]}))
+    supervisor_of(tmp_path, sft={"path": "rows.jsonl"})._show_how_to_join()
+    assert "watch the run: http://127.0.0.1:81/page?key=" in output.getvalue()
+    assert "worker" not in output.getvalue()
+
+
 def test_console_shows_how_to_join_without_the_token(
     tmp_path: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,9 @@ class OwnLoop(Protocol):
 class LoopPart(ProgramPart, ABC):
     """A part with a loop."""
 
+    samples: bool = True
+    """Whether its loop samples from workers, so that more of them help."""
+
     @abstractmethod
     def loop(self, recipe: Recipe, folder: Path) -> OwnLoop | None:
         """The loop of this run. None: the run is not for this part."""

@@ -17,8 +17,9 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from windfall import devices
+from windfall import devices, parts
 from windfall import run_folder as folders
+from windfall.controller.own_loop import LoopPart
 from windfall.events import log
 from windfall.link import auth, invitation
 from windfall.processes.fork_client import ForkClient
@@ -71,7 +72,9 @@ class Supervisor:
         if address is not None:
             remote = f.host in invitation.ALL_INTERFACES
             url = invitation.url(address, f)
-            self._console.join(url, self.folder / "token", remote=remote, ca=f.tls_cert)
+            own = [part for part in parts.found() if isinstance(part, LoopPart)]
+            if all(part.samples or part.loop(self.recipe, self.folder) is None for part in own):
+                self._console.join(url, self.folder / "token", remote=remote, ca=f.tls_cert)
             if "/page" in address.get("pages", ()):
                 self._console.page(f"{url}/page?key={auth.page_key(self._token)}")
 

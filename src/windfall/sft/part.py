@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 class SftPart(LoopPart):
     name = "sft"
+    samples = False
 
     def commands(self) -> Sequence[Command]:
         from windfall.sft.command import sft

@@ -63,5 +63,5 @@ def test_keys_on_the_console() -> None:
     assert "clip_norm" in run("recipe", "train")
     assert "poll_s" in run("recipe", "fleet.slurm")
     assert "ingress_bytes_per_s" in run("recipe", "--all")
-    with pytest.raises(WindfallError, match="unknown section 'rolout'"):
+    with pytest.raises(WindfallError, match="unknown section or key 'rolout'"):
         run("recipe", "rolout")

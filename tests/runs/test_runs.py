@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_recipe: str) -> tupl
     (folder / "small.toml").write_text(small_recipe)
     done = subprocess.run(
         [sys.executable, "-m", "windfall.run.cli", "train", "small.toml"], cwd=folder, capture_output=True, text=True,
-        timeout=120, env=environment | {"OMP_NUM_THREADS": "1"}, check=False,
+        timeout=280, env=environment | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert (folder / "runs" / "small" / "fork_server.log").read_text() == ""

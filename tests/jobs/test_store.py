@@ -131,6 +131,7 @@ def test_turn_log_keeps_the_newest(tmp_path: Path) -> None:
         ("jobs_at_once = 0", "'jobs_at_once' = 0"),
         ("slice_s = inf", "must be finite"),
         ("port = ", "not valid TOML"),
+        ('[model]\npath = "tiny"', "this is the recipe of a run"),
     ],
 )
 def test_file_of_a_fleet_that_is_not_right_is_refused(tmp_path: Path, text: str, said: str) -> None:

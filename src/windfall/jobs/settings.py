@@ -85,6 +85,9 @@ def load(path: Path) -> FleetSettings:
         raise WindfallError(f"cannot read the fleet's file: {e.strerror or e}", where=str(path), fix=fix) from e
     except ValueError as e:  # TOMLDecodeError and UnicodeDecodeError
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
+    if {"model", "env"} & data.keys():
+        fix = f"Train it with `windfall train {path}`, or give `windfall up` the file of a fleet (docs/jobs.md)."
+        raise WindfallError("this is the recipe of a run, not the file of a fleet", where=str(path), fix=fix)
     try:
         found = FleetSettings.model_validate(data)
     except ValidationError as e:

@@ -344,7 +344,7 @@ class BucketReader:
         self.publisher, self.uploads, self.trainer = publisher, uploads, trainer
         self.directory = Directory(TrafficPrices())
         self.directory.join(WeightHolder(id="reader", kind="peer"))
-        self.puller = Puller(key=KEY, timeout_s=2.0, tries=2)
+        self.puller = Puller(key=KEY, timeout_s=10.0, tries=2)
         self.asked: list[m.AskRoute] = []
 
     def read(self) -> None:
@@ -413,7 +413,10 @@ def test_a_worker_reads_everything_from_the_bucket(published: Callable[..., Buck
     assert early.puller.bytes_received == late.puller.bytes_received < 1.5 * late.publisher.readable[0].manifest.nbytes
 
 
-def test_a_file_can_be_read_while_it_is_uploaded(published: Callable[..., BucketReader]) -> None:
+def test_a_file_can_be_read_while_it_is_uploaded(
+    published: Callable[..., BucketReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windfall.weights.pulling.file_sources.WAIT_S", 60.0)
     reader = published()
     file = reader.publisher.readable[0].held
     assert file is not None
@@ -427,7 +430,7 @@ def test_a_file_can_be_read_while_it_is_uploaded(published: Callable[..., Bucket
 def test_a_reader_leaves_a_broken_bucket(
     published: Callable[..., BucketReader], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    for limit in ("WAIT_S", "ASK_S", "ASK_AGAIN_S", "NO_SOURCE_S"):
+    for limit in ("WAIT_S", "ASK_S", "ASK_AGAIN_S", "NO_SOURCE_S") if fault == "missing" else ("NO_SOURCE_S",):
         monkeypatch.setattr(f"windfall.weights.pulling.file_sources.{limit}", 0.2)
     reader = published()
     file = reader.publisher.readable[0].held

@@ -254,6 +254,9 @@ class TurnServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task, peer = asyncio.current_task(), None
         assert task is not None
+        if self._closing:  # it connected at the last moment
+            writer.transport.abort()
+            return
         self._tasks.add(task)
         try:
             peer = await self._greet(reader, writer)

@@ -303,7 +303,9 @@ def test_follows_a_source_that_is_being_filled() -> None:
     reading = threading.Thread(target=read.run)
     reading.start()
     for chunk in range(6):
-        time.sleep(0.05)
+        until_s = time.monotonic() + 60
+        while len(read.done) < chunk and time.monotonic() < until_s:
+            time.sleep(0.005)
         assert read.done == list(range(chunk))
         a.fill(read.made.digest, chunk)
     reading.join(60)

@@ -141,7 +141,7 @@ class World:
     async def publish(self, *, id: str) -> NewVersion:
         return NewVersion(version=self._completed, digest="")
 
-    # Pace: the trainer does not generate here, so training may begin at once.
+    # TrainingPace: the trainer does not generate here, so training may begin at once.
 
     def begin(self, step: int) -> None:
         self.may_train.set()

@@ -144,7 +144,7 @@ class Trainer:
     def counters(self, staleness: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    # generation.Pace
+    # generation.TrainingPace
 
     def begin(self, step: int) -> None: ...
     def begin_evaluation(self) -> None: ...

@@ -39,7 +39,7 @@ NOT_ASKED_BATCHES = 3
 """The run ends if nothing asked for a policy in this many of its batches of tasks."""
 
 
-class Pace(Protocol):
+class TrainingPace(Protocol):
     """Decides when the trainer generates and when it trains. LocalGeneration implements it for synchronous training,
     IdleGeneration for asynchronous training."""
 
@@ -58,7 +58,13 @@ class PolicyGroups:
     """The groups of one policy."""
 
     def __init__(
-        self, name: str, recipe: Recipe, algorithm: Algorithm, pace: Pace, micro_tokens: int, generation: Generation
+        self,
+        name: str,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        pace: TrainingPace,
+        micro_tokens: int,
+        generation: Generation,
     ) -> None:
         """`recipe`: as the policy sees it. `micro_tokens`: number of tokens, prompts included, at which a micro-batch
         is full."""

@@ -228,7 +228,7 @@ class RemoteTrainer:
         # No timeout here: a request may take any time. The link's heartbeat detects a dead or frozen process, and
         # ends the link.
         reply = await answered
-        if isinstance(reply, m.VerbRefused):
+        if isinstance(reply, m.RefusedVerb):
             raise VerbRefused(reply.what, where=reply.where, fix=reply.fix)
         if isinstance(reply, m.Failed):
             if reply.final:

@@ -7,7 +7,7 @@
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Forward, ForwardBackward, OptimStep, Publish, Save,
                               LoadCheckpoint, LoadAdapter, SaveAdapter, Score, UploadAgain
     trainer ──▶ controller    TrainerHello;  LogProbs, GradientAdded, Optimized, PublishedVersion, Uploaded, Saved,
-                              AdapterLoaded, Scored, VerbRefused, Failed
+                              AdapterLoaded, Scored, RefusedVerb, Failed
     supervisor ──▶ rank       Challenge, RankWelcome or Refused;  StartRank, RunEnded
     rank ──▶ supervisor       RankHello;  RankStarted, RankEnded
 
@@ -553,7 +553,7 @@ class Scored(Message, frozen=True, tag=71):
     sequences: tuple[ScoredTokens, ...]
 
 
-class VerbRefused(Message, frozen=True, tag=72):
+class RefusedVerb(Message, frozen=True, tag=72):
     """Trainer to controller: the answer to a verb of a slot that cannot be performed as it was given. The slot is as it
     was, or empty if `what` says so, and the trainer goes on."""
 
@@ -627,7 +627,7 @@ ToWorker = (
 )
 FromTrainer = (
     TrainerHello | LogProbs | GradientAdded | Optimized | PublishedVersion | Uploaded | Saved | AdapterLoaded | Scored
-    | VerbRefused | Failed
+    | RefusedVerb | Failed
 )  # fmt: skip
 Verb = Forward | ForwardBackward | OptimStep | Publish | Save | LoadCheckpoint | LoadAdapter | SaveAdapter | Score
 ToTrainer = Challenge | TrainerWelcome | Refused | Verb | UploadAgain

@@ -119,7 +119,7 @@ class RayDriver:
                 self._say(f"the node of the run is lost; resuming it elsewhere in {wait_s:g} s")
                 await self._sleep(wait_s)
             return 128 + signal.SIGTERM
-        except Stopped:
+        except StopRequested:
             return 128 + signal.SIGTERM
         finally:
             await self._close()
@@ -205,7 +205,7 @@ class RayDriver:
             return waiting.result()
         waiting.cancel()
         if self._asked.is_set():
-            raise Stopped
+            raise StopRequested
         said = f"waited {self._run.room_s:g} s for {what}"
         fix = "Look at `ray status`: the cluster has too little room. Ask for less (--cpus, --gpus), or raise --room."
         raise WindfallError(said, where=self._run.address, fix=fix)
@@ -223,7 +223,7 @@ class RayDriver:
         print(line, file=sys.stderr, flush=True)
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """The job was stopped before the run has started."""
 
 

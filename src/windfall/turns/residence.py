@@ -66,7 +66,7 @@ class Residence:
         state.nbytes = nbytes
 
     def measured(self, free_bytes: int) -> None:
-        """A trainer has found so many bytes of the device free while no state was moving.
+        """A trainer has found this number of bytes of the device free while no state was moving.
 
         >>> r = Residence(limit_bytes=None)
         >>> r.join(1, 60, now_s=0.0)
@@ -81,7 +81,7 @@ class Residence:
             self.limit_bytes = max(1, int(STATE_SHARE * (awake + max(0, free_bytes - lent))))
 
     def lends(self, key: int, nbytes: int) -> None:
-        """Its process has freed so many bytes until its next rollout turn. 0: it uses them again."""
+        """Its process has freed this number of bytes until its next rollout turn. 0: it uses them again."""
         if (state := self.states.get(key)) is not None:
             state.lent_bytes = nbytes
 

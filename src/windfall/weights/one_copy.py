@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNED = 16
-"""Every tensor starts at a multiple of so many bytes, as kernels expect."""
+"""Every tensor starts at a multiple of this number of bytes, as kernels expect."""
 
 
 def copy_together(

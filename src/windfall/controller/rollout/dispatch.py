@@ -36,7 +36,7 @@ from windfall.controller.rollout.weight_routes import WeightRoutes
 from windfall.controller.scheduling.placement import Placement
 from windfall.controller.scheduling.siblings import Siblings
 from windfall.controller.workers.borrowing import Borrowing
-from windfall.controller.workers.holding import BaseDemand, Holding
+from windfall.controller.workers.holding import BaseDemand, HeldBases
 from windfall.controller.workers.members import Member, Members, Patience, WorkerState
 from windfall.controller.workers.versions import Offer, PolicyVersions
 from windfall.errors import WindfallError
@@ -129,7 +129,7 @@ class Dispatch:
             self.versions, self.members, self.weights, self.accounts, events, self._send, self.drain, finish=finish
         )  # fmt: skip
         self.borrowing = Borrowing(borrowed_max)
-        self.holding = Holding()
+        self.holding = HeldBases()
         self._switching: dict[str, tuple[str, float]] = {}
         """By name of a worker that was asked to join again: the base that it will have, and when it was asked."""
         self._join_s = 0.0

@@ -365,7 +365,7 @@ class LocalGeneration:
 
 
 class IdleGeneration(LocalGeneration):
-    """A Pace that never holds training back."""
+    """A TrainingPace that never holds training back."""
 
     generates = True
     """Whether the trainer's engine takes part."""

@@ -9,7 +9,7 @@ a load of the weights, and often a new engine.
 
     >>> solver = BaseDemand(name="solver", responses=60, workers=3)
     >>> verifier = BaseDemand(name="verifier", responses=60, workers=1)
-    >>> holding = Holding()
+    >>> holding = HeldBases()
     >>> holding.choose([solver, verifier])
     'verifier'
     >>> [holding.switch([solver, verifier], now_s, join_s=30.0) for now_s in (0.0, 10.0, 20.0)]
@@ -53,7 +53,7 @@ class BaseDemand:
         return self.responses / workers if workers > 0 else math.inf if self.responses else 0.0
 
 
-class Holding:
+class HeldBases:
     def __init__(self) -> None:
         self._looked_s = self._switched_s = -math.inf
         self._wanted: tuple[str, str] | None = None

@@ -57,7 +57,7 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
-class Projection(NamedTuple):
+class JoinedProjection(NamedTuple):
     """Linear layers that read the same input, joined. With adapters, weight and bias are those of the adapters."""
 
     weight: Tensor
@@ -68,13 +68,13 @@ class Projection(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
     input_norm: Tensor  # weight of the norm before attention
-    qkv: Projection
+    qkv: JoinedProjection
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Projection
+    out: JoinedProjection
     mlp_norm: Tensor  # weight of the norm before the MLP
-    gate_up: Projection
-    down: Projection
+    gate_up: JoinedProjection
+    down: JoinedProjection
     window: int | None
 
 
@@ -170,7 +170,7 @@ class Decoder:
         """Arguments of the kernels that normalize and rotate queries and keys."""
         return self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads
 
-    def _project(self, x: Tensor, w: Projection, groups: RowGroups | None) -> Tensor:
+    def _project(self, x: Tensor, w: JoinedProjection, groups: RowGroups | None) -> Tensor:
         y = F.linear(x, w.weight, w.bias)
         return y if groups is None else self.ops.add_adapters(y, w.adapters, groups)
 
@@ -233,10 +233,10 @@ def _layer(block: Any, config: Any, adapters: Mapping[str, ProjectionAdapters]) 
     )
 
 
-def _join(adapters: ProjectionAdapters | None, *linears: nn.Linear) -> Projection:
+def _join(adapters: ProjectionAdapters | None, *linears: nn.Linear) -> JoinedProjection:
     """The joined weight and the joined bias of linear layers that read the same input."""
     if adapters is not None:
-        return Projection(adapters.weight, adapters.bias, adapters)
+        return JoinedProjection(adapters.weight, adapters.bias, adapters)
     weight = join([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
-    return Projection(weight, bias)
+    return JoinedProjection(weight, bias)

@@ -34,7 +34,7 @@ TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 T = TypeVar("T")
 
 
-class Body(Struct):
+class RequestBody(Struct):
     """The JSON body of a request.
 
     >>> ModelBody.read(b'{"model_id": "m", "type": "get_info", "new": null}')
@@ -50,7 +50,7 @@ class Body(Struct):
         return convert(read_object(data), cls)
 
 
-class CreateSession(Body):
+class CreateSession(RequestBody):
     tags: list[str] = []
     user_metadata: Metadata | None = None
     sdk_version: str = ""
@@ -66,7 +66,7 @@ class LoraFields(Struct):
     train_attn: bool = True
 
 
-class CreateModelBody(Body):
+class CreateModelBody(RequestBody):
     session_id: Name
     model_seq_id: Number
     base_model: Name
@@ -75,7 +75,7 @@ class CreateModelBody(Body):
     optimizer_config: dict[str, Any] | None = None
 
 
-class LoadWeightsBody(Body):
+class LoadWeightsBody(RequestBody):
     path: Name
     optimizer: bool
     model_id: str | None = None
@@ -87,7 +87,7 @@ class LoadWeightsBody(Body):
     optimizer_config: dict[str, Any] | None = None
 
 
-class ModelBody(Body):
+class ModelBody(RequestBody):
     model_id: Name
 
 
@@ -100,14 +100,14 @@ class AdamFields(Struct):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(Body):
+class OptimStepBody(RequestBody):
     model_id: Name
     seq_id: Number
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeightsBody(Body):
+class SaveWeightsBody(RequestBody):
     model_id: Name
     seq_id: Number
     path: str | None = None
@@ -116,7 +116,7 @@ class SaveWeightsBody(Body):
     user_metadata: Metadata | None = None
 
 
-class SaveForSamplerBody(Body):
+class SaveForSamplerBody(RequestBody):
     model_id: Name
     seq_id: Number
     path: str | None = None
@@ -126,7 +126,7 @@ class SaveForSamplerBody(Body):
     user_metadata: Metadata | None = None
 
 
-class CreateSampler(Body):
+class CreateSampler(RequestBody):
     session_id: Name
     sampling_session_seq_id: Number
     base_model: str | None = None
@@ -160,7 +160,7 @@ class SamplingFields(Struct):
     top_p: float = 1.0
 
 
-class SampleBody(Body):
+class SampleBody(RequestBody):
     sampling_session_id: Name
     seq_id: Number
     prompt: Prompt
@@ -171,7 +171,7 @@ class SampleBody(Body):
     prompt_logprobs_last_n: Positive | None = None
 
 
-class RetrieveBody(Body):
+class RetrieveBody(RequestBody):
     request_id: Name
     allow_metadata_only: bool = False
 
@@ -182,14 +182,14 @@ class FuturesTarget(Struct):
     cloned_sampler_id: Number = 0
 
 
-class RetrieveManyBody(Body):
+class RetrieveManyBody(RequestBody):
     target: FuturesTarget
     prev_cursor: Number = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
     retrieved_request_ids: list[str] = []
 
 
-class CopyWeightsBody(Body):
+class CopyWeightsBody(RequestBody):
     source_path: Name
     session_id: str | None = None
     model_seq_id: Number | None = None
@@ -197,16 +197,16 @@ class CopyWeightsBody(Body):
     ttl_seconds: TtlSeconds | None = None
 
 
-class TtlBody(Body):
+class TtlBody(RequestBody):
     ttl_seconds: TtlSeconds | None = None
 
 
-class FinishBody(Body):
+class FinishBody(RequestBody):
     reason: dict[str, Any]
     detail: str | None = None
 
 
-class SearchBody(Body):
+class SearchBody(RequestBody):
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: Metadata = {}

@@ -43,7 +43,7 @@ ALIGNED = 256
 PINNING_THREADS = 8
 
 
-class Buffer:
+class StateBuffer:
     """Memory from which tensors are taken, one after the other."""
 
     def __init__(self, data: Tensor) -> None:
@@ -56,7 +56,7 @@ class Buffer:
         return taken[:nbytes].view(dtype).view(*shape)
 
 
-class HostMemory(Buffer):
+class HostMemory(StateBuffer):
     """Memory of the machine, all zero at first. `pinned`: a GPU reads and writes it directly."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -80,7 +80,7 @@ class HostMemory(Buffer):
 class WeightState:
     """What training keeps of a weight, besides its gradient."""
 
-    def __init__(self, weight: Tensor, memory: Buffer | None = None, *, eight_bit: bool = False) -> None:
+    def __init__(self, weight: Tensor, memory: StateBuffer | None = None, *, eight_bit: bool = False) -> None:
         """`weight`: what the model computes with; in sharded training a rank has some of its rows. In float32 it is its
         own master. `memory`: for the state; None keeps it on the device of the weight. `eight_bit`: keep the moments in
         8 bits, if its rows can be cut into blocks."""
@@ -219,7 +219,7 @@ def _step_in_host_memory(chunks: Sequence[Sequence[_Piece]], device: torch.devic
     copying_in.wait_stream(computing)  # the buffers may be memory that earlier work still uses
     for number, chunk in enumerate(chunks):
         which = number % 2
-        free = Buffer(buffers[which])
+        free = StateBuffer(buffers[which])
         pairs = [(t, free.take(t.shape, t.dtype)) for piece in chunk for t in piece.kept().values()]
         with cuda.stream(copying_in):
             if copied[which] is not None:

@@ -65,7 +65,7 @@ class StateLayout:
     """Parameters that are trained."""
     frozen: int = 0
     value_bytes: int = 2
-    """Of a number in the compute dtype."""
+    """Bytes of one number in the compute dtype."""
     moment_bytes: float = MOMENT_BYTES["adamw"]
     ranks: int = 1
     sharded: bool = False

@@ -208,7 +208,7 @@ class PackPart(Pack):
 
 
 def check(size: int, ranks: int, model: Any) -> None:
-    """Raise WindfallError unless so many ranks can split the packs of this model."""
+    """Raise WindfallError unless this model's packs can be split over this number of ranks."""
     if size == 1:
         return
     where = f"{KEY} = {size}"

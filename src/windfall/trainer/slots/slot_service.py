@@ -41,12 +41,12 @@ class SlotService(TrainerService):
         try:
             return await self._perform_once(request)
         except WindfallError as e:
-            return m.VerbRefused(what=e.what, where=e.where, fix=e.fix)
+            return m.RefusedVerb(what=e.what, where=e.where, fix=e.fix)
         except torch.OutOfMemoryError as e:
             why = str(e).partition(". ")[0]
         await self.run_in_thread(self.slot.clear)
         return_freed_memory(on_gpu=torch.cuda.is_available())
-        return m.VerbRefused(
+        return m.RefusedVerb(
             what=f"not enough memory for this call, and the slot is empty now: {why}",
             where=f"policy {self.slot.name!r}",
             fix="Use shorter samples, an adapter of lower rank, or a smaller train.micro_tokens.",

@@ -55,6 +55,20 @@ def test_context_groups_train_what_one_gpu_cannot_hold() -> None:
         cost_model.fsdp(replace(WORK, context_parallel=3), h100, 8, 8, 50e9, FITTED)
 
 
+def test_larger_packs_need_more_memory_and_smaller_ones_send_more() -> None:
+    h100 = devices.find("H100")
+    auto = cost_model.fsdp(WORK, h100, 8, 8, 50e9, FITTED)
+    small, large = (
+        cost_model.fsdp(replace(WORK, micro_tokens=n), h100, 8, 8, 50e9, FITTED)
+        for n in (auto.pack_tokens // 4, 4 * auto.pack_tokens)
+    )
+    assert small.sent_bytes > auto.sent_bytes > large.sent_bytes
+    assert small.memory_bytes <= auto.memory_bytes < large.memory_bytes
+    with pytest.raises(cost_model.DoesNotFit, match="GB besides, mostly for activations"):
+        cost_model.fsdp(replace(WORK, groups=4096, micro_tokens=10**8), h100, 8, 8, 50e9, FITTED)
+    assert recipe_workload(parse_recipe({"train": {"micro_tokens": 5000}}, where="here")).micro_tokens == 5000
+
+
 def test_reading_the_kv_cache_costs_time() -> None:
     long = replace(WORK, median_tokens=8000, max_tokens=30_000)
     h200 = devices.find("H200")

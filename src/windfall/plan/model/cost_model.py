@@ -239,21 +239,24 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
             whole_base=whole_base, context=context,
         )  # fmt: skip
 
-    least, kept = budget(longest), work.shape.kept(VALUE_BYTES)
+    asked = min(work.micro_tokens, longest * work.responses)
+    smallest = max(longest, asked)  # a response is never split over packs
+    least, kept = budget(smallest), work.shape.kept(VALUE_BYTES)
     others = least.gathered + least.reference
     try:  # the memory of machines is not known
         layout = state_layout.choose(
             replace(least.layout, moment_bytes=work.moment_bytes), work.offload, gpu_bytes=usable, host_bytes=math.inf,
             least=others + least.least_activations,
-            wanted=others + budget(max(longest, activation_memory.SMALL_PACK)).all_activations,
+            wanted=others + budget(smallest if asked else max(longest, activation_memory.SMALL_PACK)).all_activations,
         )  # fmt: skip
     except WindfallError as error:
         raise DoesNotFit(f"training on {gpus} {gpu.name}: {error.what}") from error
     whole_base = layout.frozen > 0 and not layout.sharded
-    least = replace(budget(longest, whole_base=whole_base), layout=layout)
-    left, of_rank = gpu.memory_bytes - least.fixed, -(-longest // context)
-    pack = context * activation_memory.pack_tokens(left, work.shape.layers, kept, of_rank)
-    rank = replace(budget(pack, whole_base=whole_base), layout=layout)
+    rank, pack = replace(budget(smallest, whole_base=whole_base), layout=layout), asked
+    if not asked:
+        left, of_rank = gpu.memory_bytes - rank.fixed, -(-longest // context)
+        pack = context * activation_memory.pack_tokens(left, work.shape.layers, kept, of_rank)
+        rank = replace(budget(pack, whole_base=whole_base), layout=layout)
     share = max(0.0, min(1.0, (usable - rank.fixed - rank.least_activations) / max(1.0, rank.all_activations)))
     recompute = RECOMPUTE - (RECOMPUTE - 1) * share
     tokens = work.trained_tokens

@@ -151,6 +151,8 @@ class Workload:
     adapter_parameters: int = 0
     minibatches: int = 1
     context_parallel: int = 1
+    micro_tokens: int = 0
+    """Tokens of a pack; 0: as many as fit."""
     delta: float = 1.0
     """Bytes of a pull, as a share of a full copy (`delta_share`)."""
     kv_value_bytes: int = VALUE_BYTES

@@ -153,7 +153,7 @@ def recipe_workload(base: Recipe) -> Workload:
         sigma=s.sigma, staleness=o.staleness, reward_s=s.reward_s, steps=base.run.steps, kl=base.algorithm.kl > 0,
         offload=base.train.offload, moment_bytes=moment_bytes(base.train.optimizer, adapters=lora is not None),
         minibatches=base.train.minibatches,
-        context_parallel=base.train.context_parallel,
+        context_parallel=base.train.context_parallel, micro_tokens=base.train.micro_tokens,
         delta=1.0 if lora is not None or base.model.dtype == "float32" else delta_share(base.train.lr),
         adapter_parameters=0 if lora is None else _adapter_parameters(shape, lora.rank or DEFAULT_RANK),
         kv_value_bytes=1 if base.engine.kv_dtype == "fp8" else VALUE_BYTES,

@@ -319,7 +319,8 @@ async def until_over(sessions: Sessions, dispatch: Dispatch, log: events.EventLo
     """Wait for the last session. Raises RuntimeError if a worker is lost: the others would wait for it forever."""
     while not sessions.over.is_set():
         with suppress(TimeoutError):
-            await asyncio.wait_for(sessions.over.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await sessions.over.wait()
         if len(list(dispatch.members.here())) < workers:
             lost = [e.get("why") for e in events.read(log.path) if e["name"] == "worker_lost"]
             raise RuntimeError(f"a worker was lost: {lost}")

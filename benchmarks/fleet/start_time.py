@@ -38,7 +38,8 @@ def worker() -> None:
 
 
 async def _measure(handle: Handle, requested: float, log: Path) -> tuple[float, float]:
-    code = await asyncio.wait_for(handle.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        code = await handle.wait()
     report = json.loads(log.read_text().splitlines()[-1])
     assert code == 0, f"the worker ended with status {code}"
     assert report["product"] == 64.0**3

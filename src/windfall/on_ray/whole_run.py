@@ -212,11 +212,13 @@ class RayDriver:
 
     async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._asked.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._asked.wait()
 
     async def _close(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(self._ray.shutdown), SHUTDOWN_S)
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.to_thread(self._ray.shutdown)
 
     @staticmethod
     def _say(line: str) -> None:

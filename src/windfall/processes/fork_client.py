@@ -244,7 +244,6 @@ class _Link:
             raise WindfallError(what, where="fleet", fix="Unset large environment variables.") from e
         requested = self._requested[name] = asyncio.get_running_loop().create_future()
         try:
-            # Not wait_for: in Python 3.11 it loses a cancellation that arrives at the same moment as the answer.
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 return await requested
         except (TimeoutError, asyncio.CancelledError) as e:

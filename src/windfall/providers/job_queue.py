@@ -103,7 +103,8 @@ async def command(
     except FileNotFoundError as e:
         raise WindfallError(f"program '{argv[0]}' not found", where=where, fix=fix) from e
     try:
-        out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            out, err = await process.communicate()
     except TimeoutError as e:
         raise OSError(f"waited {timeout_s:g} s for {' '.join(argv[:3])}") from e
     finally:
@@ -248,7 +249,8 @@ class JobProvider(SlotProvider):
             retry = any(w.signal for w in self._watched.values())
             wait_s = backoff.delay_s(failures, first_s=self._poll_s, limit_s=10 * self._poll_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), min(0.5, wait_s) if retry else wait_s)
+                async with asyncio.timeout(min(0.5, wait_s) if retry else wait_s):
+                    await self._asked.wait()
             self._asked.clear()
             known, submitting = list(self._watched.items()), bool(self._submissions)
             orphans: list[str] = []

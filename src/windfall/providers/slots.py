@@ -157,7 +157,7 @@ class _Node:
     async def _wait_for_end(self, handle: Handle, period: _UpPeriod) -> int:
         """Wait until the worker ends, either by itself or because the node went down."""
         try:
-            if period.over:  # a spawn that uses wait_for can lose its cancellation (Python 3.11)
+            if period.over:  # spawns come from elsewhere, too, and one with asyncio.wait_for can lose its cancellation
                 raise asyncio.CancelledError
             code = await handle.wait()
         except asyncio.CancelledError:

@@ -111,7 +111,8 @@ class Lender:
     async def _pause(self, seconds: float) -> None:
         """Wait for the next attempt, or for `leave`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._leaving.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
 
     def leave(self, why: str) -> None:
         """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""

@@ -277,7 +277,8 @@ class TurnServer:
             return None
         self._strangers += 1
         try:
-            hello = json.loads(await asyncio.wait_for(reader.readline(), HELLO_S))
+            async with asyncio.timeout(HELLO_S):
+                hello = json.loads(await reader.readline())
         finally:
             self._strangers -= 1
         digest = _digest(str(hello["hello"]))
@@ -294,8 +295,9 @@ class TurnServer:
             why = f"the job has {MAX_OF_JOB} connections"
         if why or job is None or device is None:
             _send(writer, {"refused": why})
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(writer.drain(), HELLO_S)
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(HELLO_S):
+                    await writer.drain()
             return None
         pid, pidfd = _process(writer)
         peer = _Peer(job, hello["kind"], device, writer, pid, pidfd)

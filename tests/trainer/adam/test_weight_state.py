@@ -123,8 +123,8 @@ def test_the_state_in_host_memory_is_not_on_the_device_and_does_not_sleep(kind: 
         model = model_of(torch.bfloat16)
         optimizer = optimizer_of(model, share, kind)
         train(model, optimizer, range(1))
-        kept = {id(g) for g in optimizer.gradients.all()}
-        nbytes[share] = sum(t.nbytes for t in optimizer.tensors() if id(t) not in kept)
+        gradients = {g.data_ptr() for g in optimizer.gradients.all()}
+        nbytes[share] = sum(t.nbytes for t in optimizer.tensors() if t.data_ptr() not in gradients)
         sleeping = SleepingState(optimizer.tensors)
         sleeping.sleep()
         sleeping.wake()

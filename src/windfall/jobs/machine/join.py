@@ -91,7 +91,8 @@ class JoinedMachine:
                         failures += 1
                     pause_s = backoff.delay_s(failures, first_s=EVERY_S, limit_s=MOST_WAIT_S)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stop.wait(), pause_s)
+                        async with asyncio.timeout(pause_s):
+                            await self._stop.wait()
             finally:
                 await self._end(list(self._workers))
                 with contextlib.suppress(WindfallError):  # what it does not get is on no bill

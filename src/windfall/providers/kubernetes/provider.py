@@ -126,7 +126,8 @@ class KubernetesProvider:
                     failures += 1
                 with contextlib.suppress(TimeoutError):
                     wait_s = backoff.delay_s(failures, first_s=self._poll_s, limit_s=10 * self._poll_s)
-                    await asyncio.wait_for(self._changed.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
         finally:
             await asyncio.shield(self._stop())
 

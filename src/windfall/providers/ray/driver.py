@@ -104,7 +104,8 @@ async def main(request: dict[str, Any], answers: int) -> int:
 
 async def _close() -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.to_thread(importlib.import_module("ray").shutdown), SHUTDOWN_S)
+        async with asyncio.timeout(SHUTDOWN_S):
+            await asyncio.to_thread(importlib.import_module("ray").shutdown)
 
 
 async def _run() -> None:

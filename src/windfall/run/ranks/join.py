@@ -244,7 +244,8 @@ class JoiningRank:
                 self._say(f"the {handle.name} has been frozen for {liveness.FROZEN_S:g} s; killing it")
                 handle.kill()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(handle.wait(), liveness.CHECK_S)
+                async with asyncio.timeout(liveness.CHECK_S):
+                    await handle.wait()
         return await handle.wait()
 
     def _interface(self, rendezvous: str) -> dict[str, str]:

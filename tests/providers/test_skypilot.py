@@ -90,22 +90,47 @@ def test_job_of_a_launch_that_took_too_long_is_used(tmp_path: Path, monkeypatch:
     assert not events.of("spawn_failed", "stuck")
 
 
+def launch_again(folder: Path) -> None:
+    """Launch the job of the first worker once more, by hand."""
+    file = next((folder / "workers").glob("*.yaml"))
+    command = ["sky", "jobs", "launch", "--name", file.stem, "--secret", "WINDFALL_TOKEN", str(file)]
+    subprocess.run(command, env={**os.environ, "WINDFALL_TOKEN": TOKEN}, check=True, capture_output=True)
+
+
 def test_cancel_that_fails_is_reported_and_two_jobs_of_one_name_are_both_canceled(tmp_path: Path) -> None:
     workers, events = Workers(tmp_path, DRAINING), RecordedEvents()
 
     async def main() -> None:
         async with SkySource().open(tmp_path, workers, events, 1) as source:
             async with running(source):
-                await workers.until(1)
-                state = tmp_path / "fake_sky"
-                file = str(next((tmp_path / "workers").glob("*.yaml")))
-                twice = ["sky", "jobs", "launch", "--name", Path(file).stem, "--secret", "WINDFALL_TOKEN", file]
-                subprocess.run(twice, env={**os.environ, "WINDFALL_TOKEN": TOKEN}, check=True, capture_output=True)
+                await events.until(1, "started")
+                launch_again(tmp_path)
                 await workers.until(2)
-                (state / "no_cancel").touch()
+                (tmp_path / "fake_sky" / "no_cancel").touch()
                 source.target(0)
-                assert "cannot cancel" in (await events.until(1, "stuck"))[0]["error"]
-                (state / "no_cancel").unlink()
+                (stuck,) = await events.until(1, "stuck")
+                assert stuck["worker"] == "sky1.1"
+                assert "cannot cancel" in stuck["error"]
+                (tmp_path / "fake_sky" / "no_cancel").unlink()
             await workers.until(0, within_s=5.0)
+
+    asyncio.run(main())
+
+
+def test_job_of_no_worker_that_cannot_be_canceled_is_reported(tmp_path: Path) -> None:
+    workers, events = Workers(tmp_path, DRAINING), RecordedEvents()
+
+    async def main() -> None:
+        async with SkySource().open(tmp_path, workers, events, 1) as source, running(source):
+            await events.until(1, "started")
+            source.target(0)
+            await events.until(1, "exited")
+            (tmp_path / "fake_sky" / "no_cancel").touch()
+            launch_again(tmp_path)
+            (stuck,) = await events.until(1, "stuck")
+            assert stuck["worker"] == "jobs"
+            assert "cannot cancel" in stuck["error"]
+            (tmp_path / "fake_sky" / "no_cancel").unlink()
+            await workers.until(0)
 
     asyncio.run(main())

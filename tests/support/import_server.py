@@ -154,7 +154,6 @@ class ImportServer:
             if (pid := os.fork()) == 0:
                 return self._become_fork_server(connection, request, fds, folders)
             self._forked[pid] = connection
-            connection.sendall(json.dumps({"pid": pid}).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             with contextlib.suppress(OSError):  # the program is gone, so nothing waits for the answer
                 connection.sendall(json.dumps({"refused": str(e)}).encode() + b"\n")
@@ -190,6 +189,8 @@ class ImportServer:
         from windfall.processes.parent_death import die_with_parent
 
         try:
+            # Before it serves anything: a program without this answer becomes a fork server on the same connection.
+            connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
             os.setsid()
             die_with_parent(self._pid, signal.SIGTERM)
             signal.set_wakeup_fd(-1)

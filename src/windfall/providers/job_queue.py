@@ -9,6 +9,7 @@
   errors that last are reported.
 - A listed job that belongs to no worker is canceled: a killed supervisor left it, or its submission failed although the
   system took it, or it is no longer wanted. Not while jobs are being submitted, because their ids are not known yet.
+- A job that cannot be ended is asked again after every query, and reported once.
 - Before the first worker starts, and after the last one has ended, jobs are canceled until none is listed.
 """
 
@@ -129,8 +130,6 @@ class _Watched:
     """Number of lists in a row that did not contain it."""
     signal: int = 0
     """What it is to get: SIGTERM (drain) or SIGKILL (cancel)."""
-    failures: int = 0
-    """Number of times that this failed."""
 
 
 class JobProvider(SlotProvider):
@@ -150,6 +149,8 @@ class JobProvider(SlotProvider):
         self._gathering: asyncio.Task[None] | None = None
         self._submissions: set[asyncio.Task[None]] = set()
         self._watched: dict[str, _Watched] = {}
+        self._failures: dict[str, int] = {}
+        """How often in a row jobs could not be ended."""
         self._asked = asyncio.Event()
         """A job is to be ended."""
         super().__init__(
@@ -291,10 +292,11 @@ class JobProvider(SlotProvider):
                 await self._queue.drain(drained)
             if canceled:
                 await self._queue.cancel(canceled)
+            self._failures = {}
         except Exception as e:  # any error is reported
-            for id, (watched, number) in asked.items():
+            self._failures = {id: self._failures.get(id, 0) + 1 for id in (*asked, *orphans)}
+            for watched, number in asked.values():
                 watched.signal = watched.signal or number
-                watched.failures += 1
-                if watched.failures == TRIES:
-                    error = f"job {id} could not be ended: {type(e).__name__}: {e}"
-                    self._stuck(watched.handle.name, error)
+            for id in [id for id, count in self._failures.items() if count == TRIES]:
+                name = asked[id][0].handle.name if id in asked else "jobs"
+                self._stuck(name, f"job {id} could not be ended: {type(e).__name__}: {e}")

@@ -20,6 +20,7 @@ from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.link import auth, invitation
+from windfall.processes import fork_client
 from windfall.recipe.file import parse_recipe
 from windfall.run.supervisor import Supervisor
 from windfall.run.views.console import Console
@@ -145,7 +146,8 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
 
 
 @pytest.mark.slow
-def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
+def test_second_ctrl_c_kills_all_processes_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fork_client.RUNNER, raising=False)  # all its processes are its descendants
     run = here / "runs" / "small"
     process = windfall(here, "train", "small.toml", "--set", "run.steps=100000", "--set", "fleet.workers=1")
     try:

@@ -102,7 +102,8 @@ def stand_for_fork_server(path: str, argv: list[str]) -> None:
                     signal.signal(-code, signal.SIG_DFL)
                 os.kill(os.getpid(), -code)
             os._exit(code)
-    os.write(2, f"The import server {path} is not used: {answer['refused']}\n".encode())
+    with contextlib.suppress(OSError):  # the disk may be full
+        os.write(2, f"The import server {path} is not used: {answer['refused']}\n".encode())
     os.execv(sys.executable, [sys.executable, "-m", *argv])
 
 

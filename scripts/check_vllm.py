@@ -48,8 +48,8 @@ def check(model_name: str, args: argparse.Namespace, checker: Checker) -> None:
     import msgspec
     import torch
 
-    from tests.support import vllm_case  # pyright: ignore
-    from tests.support.small_models import drain, requests, tokens  # pyright: ignore
+    from tests.support.engines import vllm_case  # pyright: ignore
+    from tests.support.engines.small_models import drain, requests, tokens  # pyright: ignore
     from windfall.engine.vllm import factory as vllm_factory
 
     old, new = vllm_case.versions(model_name, 2)
@@ -87,7 +87,7 @@ def _rest(request: Any, said: list[int], at: int) -> Any:
 def _difference(model: Any, weights: Any, asked: list[Any], made: Any, limit: float) -> tuple[bool, str]:
     import torch
 
-    from tests.support.small_models import logprobs, tokens  # pyright: ignore
+    from tests.support.engines.small_models import logprobs, tokens  # pyright: ignore
 
     model.load_state_dict({name: t.float() for name, t in weights.items()})
     found: list[torch.Tensor] = []
@@ -103,7 +103,7 @@ def _difference(model: Any, weights: Any, asked: list[Any], made: Any, limit: fl
 
 
 def _swap(model_name: str, e: Any, weights: list[Any], asked: list[Any], checker: Checker) -> None:
-    from tests.support.small_models import drain, tokens  # pyright: ignore
+    from tests.support.engines.small_models import drain, tokens  # pyright: ignore
 
     made: dict[str, list[Any]] = {r.id: [] for r in asked}
     for r in asked:
@@ -125,7 +125,7 @@ def _swap(model_name: str, e: Any, weights: list[Any], asked: list[Any], checker
 
 
 def _cancel(model_name: str, e: Any, asked: list[Any], checker: Checker) -> None:
-    from tests.support.small_models import drain  # pyright: ignore
+    from tests.support.engines.small_models import drain  # pyright: ignore
 
     for r in asked:
         e.add(r)

@@ -28,7 +28,7 @@ from benchmarks.support import coserve_load as load_of
 from benchmarks.train import long_context, rank_budget, ranks_one_gpu, scale
 from benchmarks.train import publish_ranks as ranks
 from benchmarks.train import slots as slots_benchmark
-from tests.support.rank_processes import CONTEXT
+from tests.support.ranks.rank_processes import CONTEXT
 from windfall.plan.model.cost_model import Efficiency
 from windfall.providers import trace
 from windfall.step_time import StepTime

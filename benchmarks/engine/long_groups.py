@@ -181,7 +181,7 @@ def main() -> None:
         args.models, args.groups, args.longest, prompt = ["tiny"], [2], 96, 24
         args.variants = [v for v in args.variants if VARIANTS[v][1] is None or args.device == "cuda"]
     if args.device == "cpu":
-        import tests.support.reference_kernels  # noqa: F401  (the kernels in plain torch)
+        import tests.support.engines.reference_kernels  # noqa: F401  (the kernels in plain torch)
     texts: list[list[int]] = []
     if args.folder:
         from windfall.models.load import load, load_tokenizer

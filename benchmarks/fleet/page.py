@@ -27,7 +27,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` and `tests` are found
 
 from benchmarks.fleet import intake
-from tests.support.page_run import write_long_run  # pyright: ignore[reportMissingImports]
+from tests.support.runs.page_run import write_long_run  # pyright: ignore[reportMissingImports]
 from windfall.link import messages as m
 from windfall.link.socket import Port
 from windfall.page import command as pages

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` and `tests` are found
 
 from benchmarks.serve import tinker_clients
-from tests.support import tinker_server  # pyright: ignore[reportMissingImports]
+from tests.support.runs import tinker_server  # pyright: ignore[reportMissingImports]
 from windfall.engine.base import Engine
 from windfall.step_time import StepTime
 from windfall.trainer.slots.slot import Slot

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` and `tests` are found
 
 from benchmarks.train.scale import SHAPES
-from tests.support.slot_run import SlotRun, slot_run  # pyright: ignore[reportMissingImports]
+from tests.support.runs.slot_run import SlotRun, slot_run  # pyright: ignore[reportMissingImports]
 from windfall.algorithms.given import Loss
 from windfall.models import load
 from windfall.training import Adam, AdapterSpec, Sample, given

@@ -204,7 +204,7 @@ def engine_spec() -> Any:
 def worker(pipe: Connection, url: str, name: str, region: str) -> None:
     from collections import Counter
 
-    from tests.support.hashing_engine import Hashing
+    from tests.support.engines.hashing_engine import Hashing
     from windfall.link import auth
     from windfall.types import Lease
     from windfall.weights.pulling.pull import Puller

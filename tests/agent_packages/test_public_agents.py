@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent_controller import Scene
-from tests.support.samplers import TOKENIZER, Scripted, close, serving
+from tests.support.fleets.agent_controller import Scene
+from tests.support.fleets.samplers import TOKENIZER, Scripted, close, serving
 from windfall.controller.gateway.session import TokenLimits
 from windfall.envs.agents.launcher import AgentLauncher, AgentProgram
 

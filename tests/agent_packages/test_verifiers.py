@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import verifiers_agent
-from tests.support.agent_controller import Scene
+from tests.support.fleets.agent_controller import Scene
 from windfall.controller.gateway.agents import program
 from windfall.envs.agents.launcher import AgentLauncher
 from windfall.errors import WindfallError

@@ -17,8 +17,8 @@ from typing import Any, cast
 import msgspec
 
 from tests.chaos.faults import Fault, FaultKind
-from tests.support.restarts import RestartingSimulation, RestartingTrainer, lose_controller
-from tests.support.virtual_loop import CheckedLoop
+from tests.support.fleets.restarts import RestartingSimulation, RestartingTrainer, lose_controller
+from tests.support.fleets.virtual_loop import CheckedLoop
 from windfall.events.log import Event
 from windfall.link import messages as m
 from windfall.sim.core.draws import uniform

@@ -42,7 +42,7 @@ import xxhash
 from tests.chaos import InvariantBroken, bill_invariant
 from tests.chaos.inject import FaultInjector, FaultyLink, distinct_token
 from tests.chaos.staleness_invariants import StalenessInvariants
-from tests.support import directory_rules
+from tests.support.fleets import directory_rules
 from windfall.controller.assembly import ControllerLife
 from windfall.controller.directory.holders import NO_WORKER
 from windfall.controller.ledger.journal_format import TokenRun

@@ -34,8 +34,8 @@ from tests.chaos import InvariantBroken, bill_invariant
 from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.inject import FaultInjector
 from tests.chaos.invariants import Invariants, compare
-from tests.support.restarts import RestartingSimulation
-from tests.support.virtual_loop import CheckedLoop
+from tests.support.fleets.restarts import RestartingSimulation
+from tests.support.fleets.virtual_loop import CheckedLoop
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.providers.trace_formats import Change

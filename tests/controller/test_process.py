@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.fleets.listening_controller import SPEC, Pulling
 from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
-from tests.support.listening_controller import SPEC, Pulling
 from windfall import errors
 from windfall import run_folder as folders
 from windfall.controller import process as controller

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
-from tests.support.small_models import MODELS, build
+from tests.support.engines import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
+from tests.support.engines.small_models import MODELS, build
 from windfall import devices
 from windfall.engine.draft_length import WIDTHS, DraftLength
 from windfall.models import attention

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapter_case import RANK, given, merged, random_adapter
-from tests.support.continuation import check_continuation, of_chunks
-from tests.support.gpu_case import graph_engine
+from tests.support.engines.adapter_case import RANK, given, merged, random_adapter
+from tests.support.engines.continuation import check_continuation, of_chunks
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from tests.support.quick_cases import quick_cases
-from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.errors import WindfallError
 from windfall.types import Request
 from windfall.weights.merged import MergedWeights

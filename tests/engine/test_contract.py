@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapter_case import RANK, given, random_adapter
-from tests.support.gpu_case import graph_engine
+from tests.support.engines.adapter_case import RANK, given, random_adapter
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from tests.support.quick_cases import quick_cases
-from tests.support.small_models import MODELS, drain, engine, logprobs, requests, tokens
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling

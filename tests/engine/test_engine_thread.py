@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hashing_engine import Hashing
+from tests.support.engines.hashing_engine import Hashing
 from windfall.engine.base import Counters
 from windfall.engine.engine_thread import EngineThread, tokens_frame
 from windfall.errors import WindfallError

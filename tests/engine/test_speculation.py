@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpu_case import graph_engine
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import MODELS, VOCABULARY, drain, engine, logprobs, tokens
 from tests.support.quick_cases import quick_cases
-from tests.support.small_models import MODELS, VOCABULARY, drain, engine, logprobs, tokens
 from windfall.engine.cuda import texts
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import STOPS

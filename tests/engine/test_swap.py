@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.continuation import change, check_continuation, of_chunks, versions, weights
-from tests.support.gpu_case import graph_engine
+from tests.support.engines.continuation import change, check_continuation, of_chunks, versions, weights
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import engine, requests
 from tests.support.quick_cases import quick_cases
-from tests.support.small_models import engine, requests
 from windfall.errors import WindfallError
 from windfall.trainer.own_engine.trainer_engine import TrainerEngine, TrainerTurn
 from windfall.types import Chunk, Request

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.continuation import versions, weights
-from tests.support.gpu_case import graph_engine
-from tests.support.small_models import drain, engine, requests, tokens
+from tests.support.engines.continuation import versions, weights
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import drain, engine, requests, tokens
 from windfall.engine.module_weights import WeightMemory
 
 

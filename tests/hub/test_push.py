@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import writable_hub
-from tests.support.page_run import event, small_log, step
-from tests.support.writable_hub import WritableHub
+from tests.support.runs.page_run import event, small_log, step
+from tests.support.servers import writable_hub
+from tests.support.servers.writable_hub import WritableHub
 from windfall.models import load
 from windfall.recipe.lora import Lora
 from windfall.trainer import checkpoint

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.jobs.test_views import shown
-from tests.support.certificates import self_signed
-from tests.support.job_service import RECIPE
-from tests.support.service_folder import turn
+from tests.support.runs.job_service import RECIPE
+from tests.support.runs.service_folder import turn
+from tests.support.servers.certificates import self_signed
 from windfall.errors import WindfallError
 from windfall.jobs import api as apis
 from windfall.jobs import machines, store

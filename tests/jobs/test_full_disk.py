@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_disk import FILL, on_a_small_disk
+from tests.support.runs.small_disk import FILL, on_a_small_disk
 
 SERVICE = """
-from tests.support.job_service import COMMAND, JobService
+from tests.support.runs.job_service import COMMAND, JobService
 from windfall.errors import WindfallError
 
 service = JobService(disk.parent)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.turn_server import WAIT_S
+from tests.support.runs.turn_server import WAIT_S
 from windfall import run_folder as folders
 from windfall.jobs.service import Service
 from windfall.jobs.settings import FleetSettings

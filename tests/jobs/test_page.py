@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from tests.support.service_folder import job, snapshot, turn, write
+from tests.support.runs.service_folder import job, snapshot, turn, write
 from windfall import html_page
 from windfall.jobs.views import page
 from windfall.jobs.views.device_history import BUCKETS, WINDOWS_S, DeviceHistory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job_service import JobService
+from tests.support.runs.job_service import JobService
 from windfall.algorithms.given import Loss
 from windfall.client import Client
 from windfall.training import Adam, given

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.certificates import self_signed
 from tests.support.hostile import environments as hostile
-from tests.support.job_service import JobService, alone
+from tests.support.runs.job_service import JobService, alone
+from tests.support.servers.certificates import self_signed
 
 pytestmark = pytest.mark.timeout(600)
 SEEDS = {"a": "run.seed=1", "b": "run.seed=2", "c": "run.seed=3"}

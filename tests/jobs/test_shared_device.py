@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.job_service import JobService, alone
+from tests.support.runs.job_service import JobService, alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

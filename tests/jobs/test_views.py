@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.support.hostile.files import DAMAGES, damage
-from tests.support.service_folder import device, job, snapshot, write
+from tests.support.runs.service_folder import device, job, snapshot, write
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.jobs.views import table

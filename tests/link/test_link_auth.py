@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.certificates import self_signed
-from tests.support.listening_controller import Pulling
+from tests.support.fleets.listening_controller import Pulling
+from tests.support.servers.certificates import self_signed
 from windfall.errors import WindfallError
 from windfall.link import auth, handshake, tls
 from windfall.link import messages as m

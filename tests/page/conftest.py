@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import CHROMIUM, Served
-from tests.support.page_run import sample, small_log, write_run
+from tests.support.runs.page_run import sample, small_log, write_run
+from tests.support.servers.browser import CHROMIUM, Served
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.browser import MARKS, Served, append, written
-from tests.support.page_run import event, sample, small_log, step, write_run
+from tests.support.runs.page_run import event, sample, small_log, step, write_run
+from tests.support.servers.browser import MARKS, Served, append, written
 from windfall.page import command as pages
 
 pytest.importorskip("playwright.sync_api")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import MARKS, Served
-from tests.support.service_folder import device, job, snapshot, turn, write
+from tests.support.runs.service_folder import device, job, snapshot, turn, write
+from tests.support.servers.browser import MARKS, Served
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = MARKS
@@ -46,7 +46,7 @@ def many(jobs: int, devices: int) -> tuple[dict[str, Any], list[dict[str, Any]]]
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     write(tmp_path, *many(3, 2))
-    server = Served(tmp_path, "tests.support.jobs_page_server")
+    server = Served(tmp_path, "tests.support.servers.jobs_page_server")
     yield server
     server.close()
 
@@ -119,7 +119,7 @@ def test_a_job_is_highlighted_and_a_slice_explained(page: Any, served: Served) -
 
 def test_twenty_jobs_on_sixteen_devices_also_on_a_phone(page: Any, tmp_path: Path) -> None:
     write(tmp_path, *many(20, 16))
-    server = Served(tmp_path, "tests.support.jobs_page_server")
+    server = Served(tmp_path, "tests.support.servers.jobs_page_server")
     try:
         page.goto(server.url)
         until(page, "windfallJobs.rows.size === 16")
@@ -141,7 +141,7 @@ def test_twenty_jobs_on_sixteen_devices_also_on_a_phone(page: Any, tmp_path: Pat
 def test_text_of_jobs_is_only_text(page: Any, tmp_path: Path) -> None:
     attack = "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
     write(tmp_path, snapshot({attack: job("failed", reason=attack)}, {attack: device(attack, "train", 1.0)}))
-    server = Served(tmp_path, "tests.support.jobs_page_server")
+    server = Served(tmp_path, "tests.support.servers.jobs_page_server")
     try:
         page.goto(server.url)
         ready(page)
@@ -154,7 +154,7 @@ def test_text_of_jobs_is_only_text(page: Any, tmp_path: Path) -> None:
 
 def test_a_service_that_is_gone_is_said(page: Any, tmp_path: Path) -> None:
     write(tmp_path, snapshot({"a": job()}, time_s=time.time() - 600))
-    server = Served(tmp_path, "tests.support.jobs_page_server")
+    server = Served(tmp_path, "tests.support.servers.jobs_page_server")
     page.goto(server.url)
     page.get_by_text("the service has written nothing for 10 m").wait_for()
     server.close()

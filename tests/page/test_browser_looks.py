@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import MARKS, Served, append, written
-from tests.support.page_run import START_T, event, sample, small_log, step, write_run
+from tests.support.runs.page_run import START_T, event, sample, small_log, step, write_run
+from tests.support.servers.browser import MARKS, Served, append, written
 from windfall.page import command as pages
 from windfall.plan.section import PlannedWorkers, PlanSection
 from windfall.recipe.file import dump_recipe, load_recipe

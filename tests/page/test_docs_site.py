@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import CHROMIUM
+from tests.support.servers.browser import CHROMIUM
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["site_dir"]

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from tests.support.page_run import small_log
+from tests.support.runs.page_run import small_log
 from windfall.page import feed as feeds
 from windfall.page.feed import Feed
 from windfall.page.history import RunHistory

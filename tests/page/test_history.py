@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.page_run import START_T, event, small_log, step, write_long_run, write_run
+from tests.support.runs.page_run import START_T, event, small_log, step, write_long_run, write_run
 from windfall.controller.cost.accounts import Accounts
 from windfall.page import policy_series, timeline
 from windfall.page.history import RunHistory

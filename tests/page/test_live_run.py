@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import MARKS
+from tests.support.servers.browser import MARKS
 
 pytest.importorskip("playwright.sync_api")
 pytestmark = [*MARKS, pytest.mark.timeout(540)]

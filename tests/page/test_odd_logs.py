@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.hostile.events import HOSTILE_VALUES, damaged
-from tests.support.page_run import START_T, event, small_log, step, write_run
+from tests.support.runs.page_run import START_T, event, small_log, step, write_run
 from windfall.errors import WindfallError
 from windfall.events.log import parse
 from windfall.page import command as page

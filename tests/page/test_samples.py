@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.page_run import sample
+from tests.support.runs.page_run import sample
 from windfall.page import document
 from windfall.page.samples import ResponseSampler, SampledResponse, SampleFile, describe
 from windfall.types import Response, Task

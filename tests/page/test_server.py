@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.page_run import sample, small_log, step, write_run
+from tests.support.runs.page_run import sample, small_log, step, write_run
 from windfall import html_page
 from windfall.link.socket import Port
 from windfall.page.feed import Feed

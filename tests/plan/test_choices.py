@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import plan_choices as b
-from tests.support.fixed_plans import fixed_plan
+from tests.support.fleets.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command, report
 from windfall.plan.model import cluster, cost_model, devices

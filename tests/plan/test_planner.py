@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fixed_plans import fixed_plan
+from tests.support.fleets.fixed_plans import fixed_plan
 from windfall.plan import choose, report
 from windfall.plan.model import cluster
 from windfall.plan.model.cost_model import Efficiency

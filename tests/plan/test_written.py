@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fixed_plans import fixed_plan
+from tests.support.fleets.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command
 from windfall.plan.model import cluster

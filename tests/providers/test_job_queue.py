@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import running
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import running
 from windfall.backoff import RestartDelay
 from windfall.providers.job_queue import ClusterJob, JobProvider
 from windfall.recipe.worker_source import WorkerSource

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ports import free_port
-from tests.support.recorded_events import RecordedEvents
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import DRAINING, TOKEN, Workers, programs, running, source_path
+from tests.support.servers.ports import free_port
 from tests.support.stand_ins.kubernetes import Cluster
-from tests.support.worker_sources import DRAINING, TOKEN, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.kubernetes.manifests import RunNames, deployment

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorded_events import RecordedEvents
+from tests.support.fleets.recorded_events import RecordedEvents
 from windfall.errors import WindfallError
 from windfall.processes import process
 from windfall.processes.fork_client import ForkClient

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import RaySource, Workers, employer, running
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import RaySource, Workers, employer, running
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.ray import provider as ray_provider
@@ -96,7 +96,7 @@ def result(run: Path) -> tuple[list[Any], dict[str, bytes]]:
 @pytest.fixture(scope="module")
 def four_nodes() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from tests.support.ray_nodes import cluster
+    from tests.support.servers.ray_nodes import cluster
 
     with cluster(nodes=4) as made:
         yield made
@@ -157,7 +157,7 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from tests.support.worker_sources import RaySource, Workers
+from tests.support.fleets.worker_sources import RaySource, Workers
 
 async def main(folder):
     workers = Workers(folder, "import time; time.sleep(120)")

@@ -50,7 +50,7 @@ COMMAND = ["ray", "r.toml", "--gpus", "0", "--cpus", "0.6"]
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from tests.support.ray_nodes import cluster
+    from tests.support.servers.ray_nodes import cluster
 
     with cluster(nodes=2, dashboard=True) as made:
         yield made

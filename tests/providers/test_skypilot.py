@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import DRAINING, TOKEN, SkySource, Workers, running
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import DRAINING, TOKEN, SkySource, Workers, running
 from windfall.providers.skypilot import provider
 from windfall.providers.skypilot.provider import parse_queue, parse_states, task
 from windfall.providers.skypilot.section import SkyPilot

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import DRAINING, SlurmSource, Workers, programs, running, source_path
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import DRAINING, SlurmSource, Workers, programs, running, source_path
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.providers.slurm.provider import parse_states, script

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorded_events import RecordedEvents
-from tests.support.worker_sources import DRAINING, SOURCES, Workers, kill, running
+from tests.support.fleets.recorded_events import RecordedEvents
+from tests.support.fleets.worker_sources import DRAINING, SOURCES, Workers, kill, running
 
 SLEEP = "import time; time.sleep(60)"
 FAMILY = (
@@ -30,7 +30,7 @@ def ray_cluster() -> Iterator[None]:
     if not any(source.name == "ray" for source in SOURCES):
         yield
         return
-    from tests.support.ray_nodes import cluster
+    from tests.support.servers.ray_nodes import cluster
 
     with cluster(nodes=1):
         yield

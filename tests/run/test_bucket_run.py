@@ -15,9 +15,9 @@ import pytest
 from obstore.store import from_url
 
 from benchmarks.support.network_lab import missing
-from tests.support.isolated_network import isolated_network
-from tests.support.ports import free_port
-from tests.support.s3_server import BUCKET, SECRET, s3_server
+from tests.support.servers.isolated_network import isolated_network
+from tests.support.servers.ports import free_port
+from tests.support.weights.s3_server import BUCKET, SECRET, s3_server
 from windfall.events.log import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]

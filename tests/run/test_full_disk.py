@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_disk import FILL, on_a_small_disk
+from tests.support.runs.small_disk import FILL, on_a_small_disk
 from windfall import run_folder as folders
 from windfall.processes import process
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.continuation import Token, change, check_continuation, versions
-from tests.support.listening_controller import SPEC
-from tests.support.small_models import engine
+from tests.support.engines.continuation import Token, change, check_continuation, versions
+from tests.support.engines.small_models import engine
+from tests.support.fleets.listening_controller import SPEC
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import handshake
 from windfall.link import messages as m

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.servers.ports import free_port
 from windfall.events.log import read
 
 SESSIONS = Path(__file__).parents[1] / "programs"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, events, finish, steps
+from tests.support.runs.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, events, finish, steps
 from windfall.run.commands import export
 
 RECIPE = """

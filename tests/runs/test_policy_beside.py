@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, finish, steps
+from tests.support.runs.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, finish, steps
 
 ALONE = """
 [env]

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.programs import ask_roles
-from tests.support.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, events, finish, steps
+from tests.support.runs.policy_runs import WORKERS_COME_AND_GO, checkpoint_files, events, finish, steps
 from windfall import run_folder as folders
 from windfall.engine.torch.engine import TorchEngine
 from windfall.models import load

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.slot_run import SlotRun
+from tests.support.runs.slot_run import SlotRun
 from tests.trainer.test_slot_run import FEW, PROMPTS, RECIPE, check_sampled, train
 from windfall import errors
 from windfall.controller.assembly import ControllerLife

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_disk import FILL, on_a_small_disk
-from tests.support.tinker_run import TinkerRun, ended, lines
+from tests.support.runs.small_disk import FILL, on_a_small_disk
+from tests.support.runs.tinker_run import TinkerRun, ended, lines
 
 pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 
 FULL_DISK = """
-from tests.support.tinker_run import TinkerRun, ended, lines
+from tests.support.runs.tinker_run import TinkerRun, ended, lines
 
 steps = "8"
 with TinkerRun(disk, "--models", "1", "--samplers", "2") as run:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import EOS, TOKENIZER, run, serving, tiny, until
+from tests.support.servers.serving import EOS, TOKENIZER, run, serving, tiny, until
 from windfall.controller.gateway.voice import Voice
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import TOKENIZER, Server, run, serving, until
+from tests.support.servers.serving import TOKENIZER, Server, run, serving, until
 from windfall.serve.request_fields import choice_seed
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3+4="}]}

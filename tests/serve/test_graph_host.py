@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
-from tests.support.lenders import rollout_model, rollout_spec
-from tests.support.serving import PATIENT, spec, tiny
+from tests.support.engines import reference_kernels  # noqa: F401  # GraphEngine also runs on a CPU
+from tests.support.fleets.lenders import rollout_model, rollout_spec
+from tests.support.servers.serving import PATIENT, spec, tiny
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.servers.ports import free_port
 
 WINDFALL = [sys.executable, "-m", "windfall.run.cli"]
 RECIPE = """

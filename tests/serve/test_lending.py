@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.lenders import (
+from tests.support.fleets.lenders import (
     Lending,
     episode,
     expected,
@@ -23,8 +23,8 @@ from tests.support.lenders import (
     rollout_model,
     rollout_spec,
 )
-from tests.support.listening_controller import TOKEN, Site
-from tests.support.serving import new_host, run, serving, until
+from tests.support.fleets.listening_controller import TOKEN, Site
+from tests.support.servers.serving import new_host, run, serving, until
 from windfall.controller.workers.members import WorkerState
 from windfall.engine import factory
 from windfall.errors import WindfallError

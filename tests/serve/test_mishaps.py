@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lenders import Weights, lending
-from tests.support.listening_controller import TOKEN
-from tests.support.serving import new_host, run, serving, until
+from tests.support.fleets.lenders import Weights, lending
+from tests.support.fleets.listening_controller import TOKEN
+from tests.support.servers.serving import new_host, run, serving, until
 from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.serve.lender import Lender

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from tests.support.serving import TEMPLATE, TOKENIZER, run, serving
+from tests.support.servers.serving import TEMPLATE, TOKENIZER, run, serving
 from windfall.controller.gateway.protocol import ApiError
 from windfall.controller.gateway.voice import Voice
 from windfall.models.chat import Chat

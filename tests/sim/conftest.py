@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.restarts import RestartingSimulation
+from tests.support.fleets.restarts import RestartingSimulation
 from windfall.controller.assembly import Rules
 from windfall.events import log as events
 from windfall.recipe.file import parse_recipe

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.tinker_server import Server
+from tests.support.runs.tinker_server import Server
 from windfall.tinker import service
 from windfall.tinker.accounts import report
 

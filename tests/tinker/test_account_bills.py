@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.tinker_server import ACCOUNTS, Server
+from tests.support.runs.tinker_server import ACCOUNTS, Server
 from windfall.algorithms.given import Loss
 from windfall.client import Client
 from windfall.controller.cost.bill import Totals, add

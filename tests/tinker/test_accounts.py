@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import ALICE, BOB, MODEL, Server
+from tests.support.runs.tinker_server import ALICE, BOB, MODEL, Server
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.ports import free_port
-from tests.support.tinker_server import ALICE, Server
+from tests.support.runs.tinker_server import ALICE, Server
+from tests.support.servers.ports import free_port
 from windfall import client as client_module
 from windfall.algorithms.given import Loss
 from windfall.client import Client, RemotePolicy

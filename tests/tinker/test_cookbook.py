@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import cookbook_data, hub_stand_in
+from tests.support.servers import cookbook_data, hub_stand_in
 from windfall.events.log import read
 
 pytestmark = [pytest.mark.cookbook, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import MODEL, Server
+from tests.support.runs.tinker_server import MODEL, Server
 from windfall.models.load import TINY
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")

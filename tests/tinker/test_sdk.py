@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import MODEL, Server
+from tests.support.runs.tinker_server import MODEL, Server
 
 tinker = pytest.importorskip("tinker", reason="the SDK is not installed: pip install tinker")
 

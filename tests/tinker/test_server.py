@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.certificates import self_signed
-from tests.support.tinker_server import ALICE, BOB, MODEL, Server
+from tests.support.runs.tinker_server import ALICE, BOB, MODEL, Server
+from tests.support.servers.certificates import self_signed
 from windfall.link import tls
 from windfall.recipe.fleet import Fleet
 from windfall.tinker import calls as c

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tinker_server import ALICE, BOB, Client, Server, contents
+from tests.support.runs.tinker_server import ALICE, BOB, Client, Server, contents
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers

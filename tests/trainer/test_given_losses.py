@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
 from tests.trainer.ranks.test_ranks import Collector, make_parts, make_trainer
 from windfall import algorithms
 from windfall.algorithms.base import SampledTokens

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.support import plain_layers
+from tests.support.engines import plain_layers
 from windfall import algorithms
 from windfall.engine.module_weights import adjacent
 from windfall.models import attention

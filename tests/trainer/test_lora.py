@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.small_models import build, drain, logprobs, tokens
+from tests.support.engines.small_models import build, drain, logprobs, tokens
 from windfall import algorithms
 from windfall.algorithms.base import Outcome
 from windfall.engine.torch.engine import TorchEngine

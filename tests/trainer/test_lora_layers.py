@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.support import plain_layers
+from tests.support.engines import plain_layers
 from windfall.models import attention
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import gradients, head, lora

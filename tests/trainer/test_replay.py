@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, softmax
 
+from tests.support.engines.small_models import drain, engine, experts_model, requests, tokens
 from tests.support.hostile import models as hostile
-from tests.support.small_models import drain, engine, experts_model, requests, tokens
 from windfall.algorithms import make
 from windfall.chosen_experts import UNKNOWN
 from windfall.engine.selftest.small_model import _weight_names

@@ -15,8 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.support import plain_layers, rank_tensors
-from tests.support.rank_processes import run_ranks
+from tests.support.engines import plain_layers
+from tests.support.ranks import rank_tensors
+from tests.support.ranks.rank_processes import run_ranks
 from windfall.models import attention
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora

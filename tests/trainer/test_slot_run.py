@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.slot_run import SlotRun, slot_run
+from tests.support.runs.slot_run import SlotRun, slot_run
 from tests.trainer.test_slots import ADAM, CROSS_ENTROPY, PPO, draw
 from windfall.trainer import checkpoint
 from windfall.trainer.trainer import TorchTrainer

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import small_models as models
-from tests.support.hashing_engine import Hashing
-from tests.support.turn_server import WAIT_S, Served, served, until
+from tests.support.engines import small_models as models
+from tests.support.engines.hashing_engine import Hashing
+from tests.support.runs.turn_server import WAIT_S, Served, served, until
 from windfall.engine.base import Engine
 from windfall.engine.engine_thread import EngineThread
 from windfall.link.memory import MemoryLink, pair

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from tests.support.turn_server import WAIT_S, Served, served, until
+from tests.support.runs.turn_server import WAIT_S, Served, served, until
 from windfall.errors import WindfallError
 from windfall.turns.client import FREE, SharedDevice, SharedDevices, of_environment
 from windfall.turns.server import MAX_OF_JOB, TurnServer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.turn_server import served
+from tests.support.runs.turn_server import served
 
 OPTIONS = ("--set", "run.deterministic=true", "--set", "run.steps=2")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.response_owner import FunctionOwner
-from tests.support.small_models import VOCABULARY
-from tests.support.turn_server import Served, served
-from tests.support.two_workers import IDS, WAIT_S, Held, engine, episodes, uninterrupted
+from tests.support.engines.small_models import VOCABULARY
+from tests.support.engines.two_workers import IDS, WAIT_S, Held, engine, episodes, uninterrupted
+from tests.support.fleets.response_owner import FunctionOwner
+from tests.support.runs.turn_server import Served, served
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.workers.members import WorkerState
 from windfall.controller.workers.versions import Offer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.weight_shelves import load_for, route_to
+from tests.support.weights.weight_shelves import load_for, route_to
 from windfall.link.messages import AskRoute, Load, Routed, SourceRef
 from windfall.weights.manifest import Manifest
 from windfall.weights.publishing.publish import Publisher

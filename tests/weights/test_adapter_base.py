@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.weight_writers import KEY, State, Writers, model, shards
+from tests.support.weights.weight_writers import KEY, State, Writers, model, shards
 from windfall.errors import WindfallError
 from windfall.weights.manifest import Manifest
 from windfall.weights.publishing.publish import Publisher

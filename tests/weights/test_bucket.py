@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.held_bytes import CHUNK, PART, held
-from tests.support.s3_server import BUCKET, SECRET, request, s3_server
+from tests.support.weights.held_bytes import CHUNK, PART, held
+from tests.support.weights.s3_server import BUCKET, SECRET, request, s3_server
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import NO_WORKER, WeightHolder
 from windfall.controller.directory.traffic import TrafficPrices
@@ -119,7 +119,7 @@ def test_only_what_is_missing_is_sent(store: BucketStore) -> None:
 
 SLOW_UPLOAD = """
 import sys, time
-from tests.support import held_bytes
+from tests.support.weights import held_bytes
 from windfall.weights import bucket
 class Slow(bucket.HeldFile):
     buffer = property(lambda self: time.sleep(0.01) or self.real, lambda self, buffer: setattr(self, "real", buffer))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.small_models import build
+from tests.support.engines.small_models import build
 from windfall.engine.module_weights import copy_weights
 from windfall.errors import WindfallError
 from windfall.models import load

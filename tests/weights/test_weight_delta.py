@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.support.weight_deltas import encode
+from tests.support.weights.weight_deltas import encode
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
 from windfall.weights.manifest import WIDTHS, Manifest

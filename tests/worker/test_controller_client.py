@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.listening_controller import SPEC, Site, episode, expected, opened
+from tests.support.fleets.listening_controller import SPEC, Site, episode, expected, opened
 from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.link import handshake

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.listening_controller import episode, expected, opened
+from tests.support.fleets.listening_controller import episode, expected, opened
 from windfall.controller.workers.members import WorkerState
 from windfall.worker import controller_client
 from windfall.worker.preemption import PreemptionNotice

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.hashing_engine import Hashing
-from tests.support.listening_controller import WAIT_S, episode, expected, opened
+from tests.support.engines.hashing_engine import Hashing
+from tests.support.fleets.listening_controller import WAIT_S, episode, expected, opened
 from windfall.controller.workers.members import WorkerState
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.continuation import Token, check_continuation, versions, weights
-from tests.support.small_models import engine
+from tests.support.engines.continuation import Token, check_continuation, versions, weights
+from tests.support.engines.small_models import engine
 from windfall.engine.engine_thread import EngineThread
 from windfall.engine.torch.engine import TorchEngine
 from windfall.link import messages as m

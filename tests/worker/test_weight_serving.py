@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch  # noqa: F401  # before the threads that would import it
 
-from tests.support.listening_controller import TOKEN, Site, opened
-from tests.support.weight_shelves import ServedShelf, some_bytes
+from tests.support.fleets.listening_controller import TOKEN, Site, opened
+from tests.support.weights.weight_shelves import ServedShelf, some_bytes
 from windfall.controller.workers.members import WorkerState
 from windfall.controller.workers.versions import Offer
 from windfall.link import auth
@@ -33,7 +33,7 @@ def publish(site: Site, made: Manifest, location: str) -> None:
 
 def test_a_worker_reads_from_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's server is gone when the second worker joins."""
-    monkeypatch.setattr("tests.support.weight_shelves.KEY", auth.weights_key(TOKEN))
+    monkeypatch.setattr("tests.support.weights.weight_shelves.KEY", auth.weights_key(TOKEN))
     trainer = ServedShelf()
     made = trainer.hold(some_bytes(500_000))
     # One machine, as both are on loopback, but not this one: they read over HTTP, not from memory.

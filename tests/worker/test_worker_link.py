@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hashing_engine import Hashing
+from tests.support.engines.hashing_engine import Hashing
 from windfall.engine.engine_thread import EngineThread
 from windfall.errors import WindfallError
 from windfall.link import messages as m

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hashing_engine import Hashing
+from tests.support.engines.hashing_engine import Hashing
 from windfall.engine.engine_thread import EngineThread
 from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportInvalidTypeForm=false
 """What windfall's own layers compute between their matrix products, in Triton, for a GPU: each function reads and
-writes every value once. tests/support/plain_layers.py defines them in plain torch. Needs triton to import.
+writes every value once. tests/support/engines/plain_layers.py defines them in plain torch. Needs triton to import.
 
 Where the gradient of a weight is a sum over tokens, every program handles several rows in turn and writes its own
 partial sum, so that the result does not depend on the order in which programs finish. The backward of log-softmax

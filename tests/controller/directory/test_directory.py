@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.directory_rules import check
+from tests.support.fleets.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import NO_WORKER, PeerUse, WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT, fan_out

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.directory_rules import check
+from tests.support.fleets.directory_rules import check
 from windfall.controller.directory.directory import Directory
 from windfall.controller.directory.holders import WeightHolder
 from windfall.controller.directory.routes import MAX_FAN_OUT

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent_controller import Scene
-from tests.support.samplers import TOKENIZER
+from tests.support.fleets.agent_controller import Scene
+from tests.support.fleets.samplers import TOKENIZER
 from windfall.envs.agents.launcher import AgentProgram
 from windfall.envs.arithmetic import Arithmetic
 from windfall.events.log import read

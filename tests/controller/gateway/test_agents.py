@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.samplers import TOKENIZER
+from tests.support.fleets.samplers import TOKENIZER
 from windfall.controller.gateway import agents
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout

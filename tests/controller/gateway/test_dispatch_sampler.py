@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.agent_controller import Made, Recording
-from tests.support.samplers import EOS, TOKENIZER, close, openai_client, run, serving
-from tests.support.small_models import engine as new_engine
+from tests.support.engines.small_models import engine as new_engine
+from tests.support.fleets.agent_controller import Made, Recording
+from tests.support.fleets.samplers import EOS, TOKENIZER, close, openai_client, run, serving
 from windfall.controller.gateway.dispatch_sampler import DispatchSampler
 from windfall.controller.gateway.session import TokenLimits
 from windfall.controller.rollout.dispatch import Dispatch

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.samplers import EOS, TOKENIZER, OnEngine, Scripted, close, openai_client, run, serving
+from tests.support.fleets.samplers import EOS, TOKENIZER, OnEngine, Scripted, close, openai_client, run, serving
 from windfall.controller.gateway.session import TokenLimits
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
@@ -246,7 +246,7 @@ def test_every_token_of_a_session_is_what_the_engine_sampled() -> None:
     """The tiny model on a real engine, with several sessions at once: tokens, text, ids and log-probs agree."""
     import torch
 
-    from tests.support.small_models import engine
+    from tests.support.engines.small_models import engine
     from windfall.models import attention
     from windfall.models.load import load
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.samplers import TOKENIZER, Scripted, close, run, serving
+from tests.support.fleets.samplers import TOKENIZER, Scripted, close, run, serving
 from windfall.controller.gateway import protocol
 from windfall.controller.gateway.chunks import GrowingText
 from windfall.controller.gateway.session import Progress, SampledTurn, TokenLimits, TurnRequest

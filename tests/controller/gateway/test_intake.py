@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.support.samplers import Scripted, run, voice
+from tests.support.fleets.samplers import Scripted, run, voice
 from windfall.controller.gateway import intake
 from windfall.controller.gateway.intake import IntakeLimits
 from windfall.controller.gateway.server import Gateway

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent_controller import Scene
-from tests.support.samplers import Scripted, close, openai_client, run, serving
+from tests.support.fleets.agent_controller import Scene
+from tests.support.fleets.samplers import Scripted, close, openai_client, run, serving
 from windfall.controller.gateway.session import TokenLimits
 from windfall.envs.agents.launcher import AgentExit, AgentProgram
 from windfall.envs.failures import EnvFailed

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.support.restarts import abandon_journal
+from tests.support.fleets.restarts import abandon_journal
 from windfall.controller.assembly import ControllerLife, _lowest_task
 from windfall.controller.ledger.episode import Episode, Malformed
 from windfall.controller.ledger.journal import Journal

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.hashing_engine import STOP
-from tests.support.virtual_fleet import SIZE, TASKS, Crew, roll
+from tests.support.engines.hashing_engine import STOP
+from tests.support.fleets.virtual_fleet import SIZE, TASKS, Crew, roll
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded
 from windfall.controller.rollout.stream import seed_of

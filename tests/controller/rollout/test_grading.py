@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripted_engine import Asks, Scripted, run
+from tests.support.engines.scripted_engine import Asks, Scripted, run
 from windfall.controller.rollout.grading import SLOW_S, Grading
 from windfall.events.log import read
 from windfall.types import Feedback, Task, Turn

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.virtual_fleet import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
+from tests.support.fleets.virtual_fleet import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 from windfall.controller.scheduling import placement
 from windfall.controller.workers.members import WorkerState
 from windfall.controller.workers.versions import Offer

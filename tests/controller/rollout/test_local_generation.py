@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.scripted_engine import SEED, Asks, CharacterText, Scripted
-from tests.support.virtual_fleet import LoopHost
-from tests.support.virtual_loop import StepLoop
+from tests.support.engines.scripted_engine import SEED, Asks, CharacterText, Scripted
+from tests.support.fleets.virtual_fleet import LoopHost
+from tests.support.fleets.virtual_loop import StepLoop
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.local_generation import LocalGeneration
 from windfall.controller.rollout.stream import Rollout

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.two_workers import (
+from tests.support.engines.two_workers import (
     IDS,
     LONGEST,
     STOPS,
@@ -25,7 +25,7 @@ from tests.support.two_workers import (
     scene,
     uninterrupted,
 )
-from tests.support.virtual_fleet import relieve
+from tests.support.fleets.virtual_fleet import relieve
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.scheduling import placement
 from windfall.controller.workers.members import WorkerState

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.support.scripted_engine import Asks, Scripted, rolling, run
-from tests.support.virtual_fleet import Crew, roll
+from tests.support.engines.scripted_engine import Asks, Scripted, rolling, run
+from tests.support.fleets.virtual_fleet import Crew, roll
 from windfall.controller.ledger.episode import segment_seed
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import History, TokenRun, TurnGraded

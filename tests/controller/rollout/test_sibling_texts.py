@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.listening_controller import Worker, episode, expected, opened
+from tests.support.fleets.listening_controller import Worker, episode, expected, opened
 from windfall.controller.workers.members import WorkerState
 from windfall.types import Capabilities
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scripted_engine import Asks, Scripted, run
+from tests.support.engines.scripted_engine import Asks, Scripted, run
 from windfall.controller.ledger.journal_format import TokenRun, TurnGraded
 from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.types import Feedback, Task, Turn
@@ -60,7 +60,7 @@ def test_a_restored_response_is_cut_at_the_same_place(tmp_path: Path) -> None:
     """The journal has the tokens that were accepted before the cut, and the grade of what was left."""
     import asyncio
 
-    from tests.support.scripted_engine import rolling
+    from tests.support.engines.scripted_engine import rolling
     from windfall.types import Sampling
 
     def tokens(text: str, position: int) -> TokenRun:

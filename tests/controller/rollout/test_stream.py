@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.guess import Guess
-from tests.support.scripted_engine import STOP, Asks, Scripted, run
+from tests.support.engines.scripted_engine import STOP, Asks, Scripted, run
 from windfall.controller.rollout.stream import seed_of
 from windfall.events.log import read
 from windfall.types import Feedback, Request, Task, Turn

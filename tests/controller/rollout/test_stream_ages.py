@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.hashing_engine import CharacterText
-from tests.support.scripted_engine import SEED, Asks, Scripted, rolling
+from tests.support.engines.hashing_engine import CharacterText
+from tests.support.engines.scripted_engine import SEED, Asks, Scripted, rolling
 from windfall.controller.ledger.journal_format import TokenRun
 from windfall.controller.rollout.dispatch import Dispatch
 from windfall.controller.rollout.stream import Rollout, Stream

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripted_engine import NAMES, STOP, Asks, Scripted, rolling, run
+from tests.support.engines.scripted_engine import NAMES, STOP, Asks, Scripted, rolling, run
 from windfall.controller.rollout.stream import Stopped
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Feedback, Request, Sampling, Task, Turn

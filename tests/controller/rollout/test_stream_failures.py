@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scripted_engine import Asks, Scripted, rolling, run
+from tests.support.engines.scripted_engine import Asks, Scripted, rolling, run
 from windfall.controller.rollout.grading import SKIPPED_IN_A_ROW, EnvFailures
 from windfall.envs.failures import EnvFailed
 from windfall.errors import WindfallError

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.scripted_engine import Asks, Scripted, rolling, run
+from tests.support.engines.scripted_engine import Asks, Scripted, rolling, run
 from windfall.controller.ledger.journal_format import TokenRun, TurnGraded
 from windfall.types import Feedback, Sampling, Task, Turn
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.rlboost import Algorithm2
-from tests.controller.rollout.test_dispatch_limits import OFFER, World, play, take
+from tests.controller.rollout.dispatch.test_dispatch_limits import OFFER, World, play, take
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.ledger.ledger import Ledger, room
 from windfall.controller.rollout import dispatch

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.admitting import admit
+from tests.support.fleets.admitting import admit
 from windfall.controller.tasks.admission import Admission, staleness
 from windfall.types import Group, Response, Task
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.admitting import admit
+from tests.support.fleets.admitting import admit
 from windfall.controller.tasks.admission import Admission
 from windfall.types import Group, Response, Task
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.admitting import admit
+from tests.support.fleets.admitting import admit
 from windfall.controller.step_batch import StepBatch
 from windfall.controller.tasks.admission import FORGET, WAITED_SHARE, Admission, Lead
 from windfall.types import Group, Response, Task

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.engine.cuda.test_kernels import CUDA, DEVICE, DTYPES, kernels  # noqa: F401
-from tests.support import reference_kernels as reference
-from tests.support.adapter_case import PARTS, RANK, given, merged, random_adapter
-from tests.support.gpu_case import Case, cases
-from tests.support.small_models import drain, logprobs, requests, tokens
+from tests.support.engines import reference_kernels as reference
+from tests.support.engines.adapter_case import PARTS, RANK, given, merged, random_adapter
+from tests.support.engines.gpu_case import Case, cases
+from tests.support.engines.small_models import drain, logprobs, requests, tokens
 from windfall.engine.cuda.adapters import ProjectionAdapters, RowGroups
 from windfall.engine.cuda.state import DeviceState
 

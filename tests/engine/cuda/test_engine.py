@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
-from tests.support.small_models import MODELS, build, drain, logprobs, requests, tokens
+from tests.support.engines.gpu_case import CLOSE, MORE, NEVER, Case, cases, graph_engine
+from tests.support.engines.small_models import MODELS, build, drain, logprobs, requests, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.graphs import GraphKey
 from windfall.engine.torch.engine import TorchEngine

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 import windfall.engine
-from tests.support import reference_kernels as reference
+from tests.support.engines import reference_kernels as reference
 from windfall.engine.cuda import sampling
 from windfall.engine.cuda.splits import pack_spans
 from windfall.engine.cuda.state import DeviceState, KVPool, Spans, Texts

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import reference_kernels as reference
-from tests.support.small_models import SHAPE, VOCABULARY, drain, requests, tokens
+from tests.support.engines import reference_kernels as reference
+from tests.support.engines.small_models import SHAPE, VOCABULARY, drain, requests, tokens
 from windfall.engine import factory
 from windfall.engine.cuda import skeleton
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
@@ -232,7 +232,7 @@ import windfall.worker.process
 assert "torch" not in sys.modules, "the controller is dialed before torch is imported"
 from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request
-import tests.support.reference_kernels
+import tests.support.engines.reference_kernels
 import torch
 model = skeleton.ModelSkeleton(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu")
 made = engine.GraphEngine(model, kv_tokens=512)

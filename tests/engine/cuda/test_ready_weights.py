@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.small_models import build, drain, requests, tokens
+from tests.support.engines.small_models import build, drain, requests, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights
 from windfall.errors import WindfallError

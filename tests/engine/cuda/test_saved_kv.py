@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu_case import Case, cases
-from tests.support.small_models import drain, logprobs, requests, tokens
+from tests.support.engines.gpu_case import Case, cases
+from tests.support.engines.small_models import drain, logprobs, requests, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.saved_kv import CHUNK_BYTES, MAX_SHARE, SavedKV
 from windfall.engine.scheduler import Launch, ScheduledRows, Sequence

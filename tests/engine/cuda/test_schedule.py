@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.small_models import build
+from tests.support.engines.small_models import build
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import STOPS, HostState
 from windfall.engine.cuda.splits import PrefixSharing

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_case import EAGER, Case, cases
-from tests.support.small_models import drain, requests, tokens
+from tests.support.engines.gpu_case import EAGER, Case, cases
+from tests.support.engines.small_models import drain, requests, tokens
 from windfall.engine.blocks import layout
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.arena import Arena

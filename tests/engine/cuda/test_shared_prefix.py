@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support import reference_kernels as reference
-from tests.support.small_models import build, drain, logprobs, tokens
+from tests.support.engines import reference_kernels as reference
+from tests.support.engines.small_models import build, drain, logprobs, tokens
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import TILE, PrefixSharing

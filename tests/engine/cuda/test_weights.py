@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.support.small_models import MODELS, SHAPE, build, drain, requests, tokens
+from tests.support.engines.small_models import MODELS, SHAPE, build, drain, requests, tokens
 from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.factory import build_engine, build_full_model, build_model

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.small_models import build as build_model
-from tests.support.small_models import drain, engine, requests, tokens
+from tests.support.engines.small_models import build as build_model
+from tests.support.engines.small_models import drain, engine, requests, tokens
 from windfall.engine.blocks import layout
 from windfall.engine.torch.arena import Arena
 from windfall.engine.torch.engine import TorchEngine

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.expert_case import expected, received
-from tests.support.small_models import drain, engine, experts_model, requests, tokens
+from tests.support.engines.expert_case import expected, received
+from tests.support.engines.small_models import drain, engine, experts_model, requests, tokens
 from windfall.engine.draft_length import DraftLength
 from windfall.engine.engine_thread import MAX_EXPERT_BYTES, frame_parts, tokens_frame
 from windfall.models.attention import NAME

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from tests.support.small_models import build, drain, engine, requests
+from tests.support.engines.small_models import build, drain, engine, requests
 from windfall.engine.torch import prepacked as module
 from windfall.engine.torch.prepacked import ROWS, PrepackedLinear, drop_copies, prepacked
 from windfall.models.attention import NAME

@@ -16,6 +16,6 @@ collect_ignore_glob = ["test_vllm_*.py"] if MISSING else []
 def engines_closed() -> Iterator[None]:
     yield
     if not MISSING:
-        from tests.support import vllm_case
+        from tests.support.engines import vllm_case
 
         vllm_case.close_all()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import vllm_case
-from tests.support.adapter_case import RANK, given, merged, random_adapter
-from tests.support.small_models import drain, logprobs, requests, tokens
-from tests.support.vllm_case import CLOSE, MODELS, build, engine, versions
+from tests.support.engines import vllm_case
+from tests.support.engines.adapter_case import RANK, given, merged, random_adapter
+from tests.support.engines.small_models import drain, logprobs, requests, tokens
+from tests.support.engines.vllm_case import CLOSE, MODELS, build, engine, versions
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
 
@@ -91,7 +91,7 @@ def test_results_do_not_depend_on_batch_or_order(model: Any) -> None:
 
 def test_same_tokens_as_windfalls_engine(llamas: list[Any]) -> None:
     """With windfall's sampler, a response may move between the two engines."""
-    from tests.support.small_models import engine as torch_engine
+    from tests.support.engines.small_models import engine as torch_engine
     from windfall.models import attention
 
     e, asked = engine(llamas[0]), requests(14, longest=20)

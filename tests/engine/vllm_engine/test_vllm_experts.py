@@ -1,4 +1,5 @@
-"""vLLM returns the experts of every token (tests/support/vllm_experts.py says how its second runner runs on a CPU)."""
+"""vLLM returns the experts of every token (tests/support/engines/vllm_experts.py says how its second runner runs on a
+CPU)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import vllm_case
+from tests.support.engines import vllm_case
 
 
 @pytest.mark.timeout(600)
 def test_every_token_has_its_experts() -> None:
-    command = [sys.executable, "-m", "tests.support.vllm_experts"]
+    command = [sys.executable, "-m", "tests.support.engines.vllm_experts"]
     root = Path(__file__).parents[3]
     path = os.pathsep.join((str(root), str(root / "src")))
     done = subprocess.run(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import vllm_case
-from tests.support.tinker_run import TinkerRun
+from tests.support.engines import vllm_case
+from tests.support.runs.tinker_run import TinkerRun
 from windfall.algorithms.given import Loss
 from windfall.client import Client
 from windfall.errors import WindfallError

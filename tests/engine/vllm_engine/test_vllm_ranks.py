@@ -20,8 +20,8 @@ sys.path.insert(0, {root!r})
 import torch
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.support import vllm_case
-    from tests.support.small_models import drain, logprobs, requests, tokens
+    from tests.support.engines import vllm_case
+    from tests.support.engines.small_models import drain, logprobs, requests, tokens
     from windfall.weights.shared import BufferTensors, TensorFile
     from windfall.engine.vllm import factory as vllm_factory
     models = vllm_case.versions("llama", 2)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.hostile import environments as hostile
 from tests.support.hostile.pool_calls import alive, wait_for
-from tests.support.ports import free_port
+from tests.support.servers.ports import free_port
 from windfall.envs.calls import MAX_MOVES
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade

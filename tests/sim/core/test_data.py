@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.sim.core.test_restarts import failing, steps_of
-from tests.support.restarts import RestartingSimulation
+from tests.support.fleets.restarts import RestartingSimulation
 from windfall.sim.core.draws import uniform
 from windfall.sim.machines.env import SimEnv
 from windfall.training import Sample

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.fleets.restarts import RestartingSimulation
 from tests.support.hostile.checkpoints import JOURNALS, add_strays
-from tests.support.restarts import RestartingSimulation
 
 Simulated = Callable[..., Any]
 KILLED_S = 13.0

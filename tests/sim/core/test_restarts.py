@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.restarts import RestartingSimulation, abandon_journal
+from tests.support.fleets.restarts import RestartingSimulation, abandon_journal
 from windfall.controller.ledger.journal import Journal
 from windfall.controller.ledger.journal_format import TurnGraded
 from windfall.events.log import EventLog, read

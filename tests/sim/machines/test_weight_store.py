@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.directory_rules import check
+from tests.support.fleets.directory_rules import check
 from windfall.sim.core.run import Simulation
 
 Simulated = Callable[..., Any]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tests.support.restarts import RestartingSimulation
+from tests.support.fleets.restarts import RestartingSimulation
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.sim.core import loop as loops

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_case import graph_engine
-from tests.support.small_models import build, drain, engine, logprobs, requests, tokens
+from tests.support.engines.gpu_case import graph_engine
+from tests.support.engines.small_models import build, drain, engine, logprobs, requests, tokens
 from windfall.models import attention, load
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.continuation import Token, check_continuation, of_chunks, versions
-from tests.support.small_models import engine
+from tests.support.engines.continuation import Token, check_continuation, of_chunks, versions
+from tests.support.engines.small_models import engine
 from windfall.errors import WindfallError
 from windfall.link.messages import Load
 from windfall.trainer.own_engine.rank_engine import PublishedWeights, PulledCopy, RankEngine

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rank_runs import events, finish, run_windfall, trained_steps, wait_for_trainer, wait_until, weights
+from tests.support.ranks.rank_runs import (
+    events,
+    finish,
+    run_windfall,
+    trained_steps,
+    wait_for_trainer,
+    wait_until,
+    weights,
+)
 
 OWN = ("fleet.local=true", "fleet.workers=0", "run.steps=2")
 WORKER = ("fleet.local=false", "fleet.workers=1", *OWN[2:])

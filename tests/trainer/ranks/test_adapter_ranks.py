@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import rank_tensors
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks import rank_tensors
+from tests.support.ranks.rank_processes import run_ranks
 from windfall.link import messages as m
 from windfall.models import load
 from windfall.recipe.file import parse_recipe

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import rank_tensors
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks import rank_tensors
+from tests.support.ranks.rank_processes import run_ranks
 from tests.trainer.ranks.test_ranks import MODELS, make_samples, tensors
 from tests.trainer.test_policy_part import ORDER, POLICIES, build, recipe
 from tests.trainer.test_policy_part import train as step

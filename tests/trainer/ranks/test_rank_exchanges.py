@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
 from windfall.link import messages as m
 from windfall.models import load
 from windfall.recipe.file import parse_recipe

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rank_runs import (
+from tests.support.ranks.rank_runs import (
     cpu_s,
     events,
     finish,

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.support import rank_tensors
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks import rank_tensors
+from tests.support.ranks.rank_processes import run_ranks
 from windfall import algorithms
 from windfall.models import attention
 from windfall.recipe.file import parse_recipe

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.ports import free_port
-from tests.support.rank_processes import CONTEXT, run_ranks
+from tests.support.ranks.rank_processes import CONTEXT, run_ranks
+from tests.support.servers.ports import free_port
 from windfall.trainer.ranks import ranks as rank_module
 from windfall.trainer.ranks import sharded_file
 from windfall.trainer.ranks.ranks import RankLost, TrainerRanks

@@ -22,8 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.support import plain_layers, rank_tensors
-from tests.support.rank_processes import run_ranks
+from tests.support.engines import plain_layers
+from tests.support.ranks import rank_tensors
+from tests.support.ranks.rank_processes import run_ranks
 from windfall import algorithms
 from windfall.algorithms.given import Loss
 from windfall.errors import WindfallError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.weight_shelves import route_to
+from tests.support.weights.weight_shelves import route_to
 from windfall.link.messages import FileRef, FileRoute, Load
 from windfall.weights import delta
 from windfall.weights.publishing import publish

@@ -8,7 +8,17 @@ import pytest
 import torch
 import xxhash
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_slabs
+from tests.support.weights.weight_writers import (
+    KEY,
+    Shard,
+    State,
+    Writers,
+    descriptors,
+    found,
+    model,
+    publish,
+    small_slabs,
+)
 from windfall.errors import WindfallError
 from windfall.weights import delta
 from windfall.weights.manifest import Manifest

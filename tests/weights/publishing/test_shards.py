@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.held_bytes import held
-from tests.support.weight_shelves import KEY, load_for
+from tests.support.weights.held_bytes import held
+from tests.support.weights.weight_shelves import KEY, load_for
 from windfall.weights.held_files import HeldFile, HeldFiles
 from windfall.weights.pulling.pull import Puller
 from windfall.weights.ranges import normal, size

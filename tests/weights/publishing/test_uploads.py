@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.held_bytes import held
+from tests.support.weights.held_bytes import held
 from windfall.link import messages as m
 from windfall.weights.bucket import BucketFailed
 from windfall.weights.held_files import HeldFile

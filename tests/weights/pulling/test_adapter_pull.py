@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.small_models import build
+from tests.support.engines.small_models import build
 from windfall.engine.module_weights import copy_weights
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora

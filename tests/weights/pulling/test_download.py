@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_to, some_bytes
+from tests.support.weights.weight_shelves import CHUNK, MemoryShelf, manifest_of, route_to, some_bytes
 from windfall.link.messages import AskRoute, ReadRoute, RoutePart, SourceRef
 from windfall.weights.buffers import Buffer
 from windfall.weights.held_files import HeldFile

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.weight_shelves import CHUNK, KEY, ServedShelf, load_of, manifest_of, route_to, some_bytes
+from tests.support.weights.weight_shelves import CHUNK, KEY, ServedShelf, load_of, manifest_of, route_to, some_bytes
 from tests.weights.conftest import Proxy
 from windfall.link.messages import AskRoute, Holding, ReadRoute, Routed, SourceRef
 from windfall.weights.pulling import file_sources, http_source

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from tests.support.weight_shelves import CHUNK, KEY, ServedShelf, some_bytes
+from tests.support.weights.weight_shelves import CHUNK, KEY, ServedShelf, some_bytes
 from windfall.link import listener
 from windfall.link.messages import SourceRef
 from windfall.weights.buffers import machine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.weight_shelves import load_of, route_to
+from tests.support.weights.weight_shelves import load_of, route_to
 from windfall.link.messages import Routed, SourceRef
 from windfall.weights.pulling.pull import PullFailed
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.weight_writers import KEY, Shard, State, Writers, model
+from tests.support.weights.weight_writers import KEY, Shard, State, Writers, model
 from tests.weights.conftest import Proxy
 from windfall.weights.manifest import Manifest
 from windfall.weights.publishing.publish import Publisher

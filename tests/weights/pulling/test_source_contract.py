@@ -1,6 +1,6 @@
 """The contract of a Source, which every kind of source must pass.
 
-To test another kind of source, add its shelf (tests/support/weight_shelves.py) to SHELVES.
+To test another kind of source, add its shelf (tests/support/weights/weight_shelves.py) to SHELVES.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from tests.support.weight_shelves import CHUNK, BucketShelf, MemoryShelf, ServedShelf, Shelf, some_bytes
+from tests.support.weights.weight_shelves import CHUNK, BucketShelf, MemoryShelf, ServedShelf, Shelf, some_bytes
 from windfall.weights.pulling.source import Source, SourceBroken, SourceWaits
 
 UNKNOWN = "0" * 64

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.weight_shelves import load_of
+from tests.support.weights.weight_shelves import load_of
 from windfall.errors import WindfallError
 from windfall.link.messages import FileRef, SourceRef
 from windfall.weights import buffers, manifest

@@ -8,7 +8,7 @@
 The state is soft. Workers say what they hold when they join, and the trainer when it connects; a controller that starts
 again builds a directory from that. Times are arguments: same calls, same answers.
 
-Rules (tests/support/directory_rules.py checks those that a state can show):
+Rules (tests/support/fleets/directory_rules.py checks those that a state can show):
  1. The source of a part is usable, and has all of the part or is reading it. The parts of a route have all that its
     reader needs.
  2. No reader follows itself, also not over others.

@@ -1,5 +1,6 @@
 """Log-probs from logits and their gradient, in plain torch on any device. trainer/kernels.py has the same functions in
-Triton, and those that a decoder layer needs between its matrix products; tests/support/plain_layers.py defines them."""
+Triton, and those that a decoder layer needs between its matrix products: tests/support/engines/plain_layers.py defines
+them."""
 
 from __future__ import annotations
 

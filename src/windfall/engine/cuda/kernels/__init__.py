@@ -1,5 +1,5 @@
 """The Triton kernels of the GPU engine. They have the names, signatures and results of the functions in
-tests/support/reference_kernels.py. This package can be imported only where triton is installed."""
+tests/support/engines/reference_kernels.py. This package can be imported only where triton is installed."""
 
 from windfall.engine.cuda.kernels.adapters import add_adapters, add_adapters_in_place, add_adapters_swiglu, group_rows
 from windfall.engine.cuda.kernels.decode import decode_attention, rope_store_and_decode

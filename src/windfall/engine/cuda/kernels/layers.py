@@ -120,7 +120,7 @@ def rope_and_store(
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
     width: int = 1,
 ) -> Tensor:  # fmt: skip
-    """See tests/support/reference_kernels.py. `cos` and `sin` are tables in the model's dtype."""
+    """See tests/support/engines/reference_kernels.py. `cos` and `sin` are tables in the model's dtype."""
     count = qkv.shape[0]
     head = qkv.shape[-1] // (heads + 2 * kv_heads)
     out = torch.empty((count, heads, head), dtype=qkv.dtype, device=qkv.device)

@@ -1,0 +1,1 @@
+"""Controllers, workers, lenders and providers without their processes: on loopback, or in virtual time."""

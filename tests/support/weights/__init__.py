@@ -1,0 +1,1 @@
+"""Files of weights, who writes them, and where they are read from."""

@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,23 @@ def test_failure_is_named_and_the_next_call_works(env: type, text: str, says: st
             assert (await ask(pool, 0, "four")).reward == 4.0
 
     run(main)
+
+
+LEFT = """
+import socket
+from windfall.envs.process_pool.child_main import ChildProgram
+
+pool, child = socket.socketpair()
+child.sendall(b"an answer")
+pool.close()
+ChildProgram(child, None)._readable()
+print("it goes on")
+"""
+
+
+def test_environment_whose_pool_left_answers_unread_ends_without_an_error() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("env", [hostile.Forks, hostile.Sound])

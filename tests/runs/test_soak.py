@@ -16,7 +16,7 @@ import pytest
 
 from windfall.processes import parent_death
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "fleet" / "soak.py"
+SOAK = Path(__file__).parents[2] / "benchmarks" / "kills" / "soak.py"
 
 
 def soak(folder: Path, *options: str, timeout_s: float) -> str:

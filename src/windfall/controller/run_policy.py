@@ -68,7 +68,7 @@ class RunPolicy:
         self._wake = asyncio.Event()
         """Set when a trainer of a frozen policy has connected."""
         self._announced: m.TrainerHello | None = None
-        """That of the trainer whose version a frozen policy has offered last."""
+        """That of the trainer whose step the policy has continued from."""
         self._renewing = asyncio.Lock()
 
     @property
@@ -111,16 +111,24 @@ class RunPolicy:
             with suppress(TrainerLost):  # the next trainer sets _wake
                 if self.trainer.hello is not self._announced:
                     await self.connected()
-                    self._announced = self.announce()
+                    self.announce()
                 await self._renew()
             await self._wake.wait()
 
     async def _renew(self) -> None:
-        """Have the trainer of a copy take over its original, if that is due."""
+        """Have the trainer of a copy take over its original, if that is due. Not while the original still has the step
+        of another process: when it continues with this one, it calls this again."""
         async with self._renewing:
-            if self._copy_of and self._life.policies[self._copy_of].state.step >= self.state.step + self._every:
-                step = self._life.policies[self._copy_of].state.step
+            original = self._life.policies[self._copy_of] if self._copy_of else None
+            if original is None or not self._continues_with(original._announced):
+                return
+            if (step := original.state.step) >= self.state.step + self._every:
                 self._publish(await self.trainer.publish(id=f"{step}/publish"))
+
+    def _continues_with(self, hello: m.TrainerHello | None) -> bool:
+        """Whether the policy has continued from a step of this trainer's process."""
+        mine = self._announced
+        return mine is not None and hello is not None and mine.facts["pid"] == hello.facts["pid"]
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
         """Serve the link of one trainer until it closes."""
@@ -143,7 +151,7 @@ class RunPolicy:
         """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
         hello = self.announce()
         for copy in self._copies:  # until they continue with the same process, they have versions that are lost
-            while copy._announced is None or copy._announced.facts["pid"] != hello.facts["pid"]:
+            while not copy._continues_with(hello):
                 await asyncio.sleep(COPY_CHECK_S)
                 if self.trainer.hello is not hello:
                     raise TrainerLost("it disconnected, or another trainer replaced it")
@@ -159,7 +167,7 @@ class RunPolicy:
         hello = self._hello
         if hello is None or self.trainer.hello is not hello:
             raise TrainerLost("it disconnected, or another trainer replaced it")
-        self.state = CheckpointState.of(hello)
+        self.state, self._announced = CheckpointState.of(hello), hello
         if self._resumed:
             self.events.instant("resumed", step=hello.step)
         if hello.step > self.last_logged:

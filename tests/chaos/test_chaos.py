@@ -1,9 +1,9 @@
 """Thousands of faults on small simulated runs, with every invariant checked after every callback: no invariant breaks.
 
 `python -m tests.chaos --seed S --seeds 1` replays a seed. test_invariants.py shows that each invariant can fail. Not
-covered here: responses of several turns (tests/rollout/test_kill_everywhere.py), bytes on a socket, real processes and
-real weights (tests/runs/test_soak.py), a full disk (tests/controller/test_process.py), a machine that loses written
-data.
+covered here: responses of several turns (tests/controller/rollout/test_kill_everywhere.py), bytes on a socket, real
+processes and real weights (tests/runs/test_soak.py), a full disk (tests/controller/test_process.py), a machine that
+loses written data.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ RECIPE = """
 name = "experts"
 [env]
 name = "custom"
-factory = "benchmarks.kills.expert_routes:Digits"
+factory = "benchmarks.kills.paced:Digits"
 [rollout]
 staleness = 0
 [train]

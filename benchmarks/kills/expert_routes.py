@@ -26,11 +26,6 @@ LAYERS, CHOSEN = 2, 2
 TARGET = "windfall.trainer.trainer"
 FOLDER = "WINDFALL_SOAK_ROUTES"
 """Environment variable with the folder for what trainers write down."""
-RECIPE = """
-[env]
-name = "custom"
-factory = "benchmarks.kills.expert_routes:Digits"
-"""
 
 
 def write_model(folder: Path) -> None:
@@ -52,23 +47,6 @@ def write_model(folder: Path) -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(load.TINY / name, folder)
-
-
-class Digits:
-    """Rewards that differ, so that a random model learns from them."""
-
-    def __init__(self, seed: int) -> None:
-        pass
-
-    def task(self, index: int) -> Any:
-        from windfall.types import Task
-
-        return Task(id=f"digits/{index}", prompt=f"{index}=", answer="")
-
-    def feedback(self, task: Any, turns: Any) -> Any:
-        from windfall.types import Feedback
-
-        return Feedback(reward=sum(c.isdigit() for c in turns[-1].text) / 100)
 
 
 # within the processes of the run

@@ -8,10 +8,11 @@
 `windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). In the second run,
 random workers get SIGKILL, or SIGSTOP and SIGCONT some seconds later, or SIGSTOP only; controller and trainer get
 SIGKILL; with `--run`, so do all processes at once, and `windfall resume` follows. The signals are spread over the
-steps. Then all of these must hold, or the exit status is 1:
+steps: a run that is ahead of them is held (paced.py). Then all of these must hold, or the exit status is 1:
 
 - the run ended by itself with status 0, and every step is in the log once, with the tokens and rewards of the
-  reference;
+  reference; or the log says that it is missing (`log_gap`): a controller that is killed after the trainer was asked to
+  publish a step, and before it has logged it, leaves none;
 - no token was lost, and no token that was accepted before a kill was generated again;
 - the last checkpoint, including the optimizer, is identical to that of the reference, bit for bit;
 - no process of the run is left over.
@@ -51,6 +52,7 @@ from benchmarks.kills.journal_audit import JournalCopy, audit
 from windfall.events import log as events
 from windfall.processes import parent_death
 
+ROOT = str(Path(__file__).parents[2])
 MARK = "WINDFALL_SOAK"
 MAX_GAP = 1e-3
 """Largest difference between the log-probs of engine and trainer, in nats, if both have the same weights."""
@@ -83,7 +85,13 @@ workers = {workers}
 heartbeat_s = 0.3
 suspect_s = 1.0
 gone_s = 2.5
+[env]
+name = "custom"
+factory = "benchmarks.kills.paced:{env}"
+options = {{ hold = "{folder}/{name}.hold" }}
 """
+MOST_DUE = 2.0
+"""A run that is ahead of its signals by more than this number is held."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,11 +183,12 @@ def training(
         RECIPE.format(
             name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers, staleness=plan.staleness,
             on_new_weights=plan.on_new_weights, deterministic=str(plan.deterministic).lower(),
-            model=folder / "experts" if plan.experts else "tiny",
+            model=folder / "experts" if plan.experts else "tiny", env="Digits" if plan.experts else "Paced",
         )
-        + (expert_routes.RECIPE if plan.experts else "")
     )  # fmt: skip
-    more = expert_routes.variables(folder / "routes") if plan.experts else {}
+    more = {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))}
+    if plan.experts:
+        more = expert_routes.variables(folder / "routes")
     what = ["resume", str(folder / name)] if resume else ["train", str(recipe)]
     command = [sys.executable, "-m", "windfall.run.cli", *what]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
@@ -241,7 +250,7 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
     targets = ["worker"] * plan.kills + ["controller"] * plan.controller
     targets += ["trainer"] * plan.trainer + ["fork_server"] * plan.fork_server + ["run"] * plan.run
     rng.shuffle(targets)
-    copy = JournalCopy(folder / "hunted" / "journal", folder / "hunted-journal")
+    copy, hold = JournalCopy(folder / "hunted" / "journal", folder / "hunted-journal"), folder / "hunted.hold"
     lives = plan.run + 1
     for life in range(lives):
         with training(plan, "hunted", folder, mark, resume=life > 0) as child:
@@ -249,6 +258,10 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
                 thaw(dealt)
                 copy.look()
                 due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
+                if targets and due > MOST_DUE:
+                    hold.touch()
+                else:
+                    hold.unlink(missing_ok=True)
                 if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
                     targets.pop()
                     # On a machine with fast steps, the signals also come faster.
@@ -326,6 +339,12 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [e for e in events.read(run / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
+def missing(run: Path) -> list[int]:
+    """The steps of which the log says that it does not have them."""
+    gaps = [e for e in events.read(run / "events.jsonl") if e["name"] == "log_gap"]
+    return [step for e in gaps for step in range(e["first"], e["last"] + 1)]
+
+
 def digests(run: Path) -> dict[str, str]:
     """The digests of all files of the last checkpoint."""
     last = max((run / "checkpoints").glob("step-*"))
@@ -337,9 +356,9 @@ def wrongs(plan: Plan, folder: Path, status: int, mark: str) -> list[str]:
     """The rules that do not hold."""
     right = folder / "hunted"
     out = [] if status == 0 else [f"exit status {status}: see {folder}/hunted.out"]
-    after = steps(right)
-    if [e["step"] for e in after] != list(range(1, plan.steps + 1)):
-        out.append(f"steps in the log: {[e['step'] for e in after]}")
+    after, gaps = steps(right), missing(right)
+    if sorted([*(e["step"] for e in after), *gaps]) != list(range(1, plan.steps + 1)):
+        out.append(f"steps in the log: {[e['step'] for e in after]}, missing by the log: {gaps}")
     if lost := sum(e["lost_tokens"] for e in after):
         out.append(f"{lost} tokens lost")
     counts = json.loads((right / "fleet.json").read_text())
@@ -378,8 +397,9 @@ def without_reference(plan: Plan, folder: Path) -> list[str]:
 def unlike_reference(folder: Path) -> list[str]:
     """How the run with signals differs from the one without."""
     left, right, out = folder / "alone", folder / "hunted", list[str]()
-    before, after = steps(left), steps(right)
-    for a, b in zip(before, after, strict=False):
+    before, after = steps(left), {e["step"]: e for e in steps(right)}
+    for a in before:
+        b = after.get(a["step"], a)
         differ = [k for k in ("reward", "made", "responses", "trained", "missing") if a[k] != b[k]]
         if differ:
             out.append(f"step {a['step']}: {', '.join(f'{k} {a[k]} alone, {b[k]} hunted' for k in differ)}")
@@ -399,7 +419,7 @@ def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: floa
     done = steps(run)
     rows = {
         "signals sent": ", ".join(f"{n} {what}" for what, n in sorted(dealt.counts.items())),
-        "steps": f"{len(done)} of {plan.steps}; {names.count('step') - len(done)} trained again",
+        "steps": f"{len(done)} of {plan.steps} in the log; {names.count('step') - len(done)} trained again",
         "workers": f"{names.count('worker_joined')} joined, {names.count('worker_lost')} lost",
         "responses moved": sum(e["moved"] for e in raw if e["name"] in ("worker_lost", "worker_left")),
         "tokens": f"{sum(e['made'] for e in done)} trained on, 0 lost",

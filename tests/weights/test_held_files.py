@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from windfall.link import messages as m
-from windfall.weights import manifest
+from windfall.weights import held_files, manifest
 from windfall.weights.buffers import HANDLE_TYPE, Buffer, BufferHandle
 from windfall.weights.held_files import HeldFile, HeldFiles, UploadLimit, Withdrawn
 from windfall.weights.serve import RunningServer, serve_in_thread
@@ -200,24 +201,29 @@ def test_withdrawn_file_is_gone_and_its_readers_are_disconnected(serving: Callab
 
 
 @pytest.mark.parametrize("readers", [1, 4])
-def test_limit_holds_for_all_readers_together(serving: Callable[..., RunningServer], readers: int) -> None:
-    f, limit = file(31, filled=True), UploadLimit(4e6)
-    port, took = serving(holding(f), limit=limit).port, []
-    data = f.buffer.data.tobytes()
+def test_limit_holds_for_all_readers_together(
+    serving: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    f, limit, waits = file(31, filled=True), UploadLimit(4e6), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(held_files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    port, data = serving(holding(f), limit=limit).port, f.buffer.data.tobytes()
 
     def read() -> None:
-        began = time.monotonic()
         assert ask(port, f, 0, len(data)) == (206, data)
-        took.append(time.monotonic() - began)
 
     threads = [threading.Thread(target=read) for _ in range(readers)]
+    began = time.monotonic()
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    expected = readers * len(data) / 4e6
-    assert expected * 0.9 < max(took) < expected * 1.1 + 0.5
-    assert min(took) > 0.6 * max(took), "they share it"
+    assert time.monotonic() - began > 0.9 * readers * len(data) / 4e6
+    assert max(waits) < readers * limit.piece_bytes / 4e6 + 1e-6, "nobody waits for more than one piece of every reader"
     assert limit.sent_bytes == readers * len(data)
 
 

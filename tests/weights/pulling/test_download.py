@@ -169,7 +169,7 @@ def test_without_an_answer_the_reader_tries_the_same_source_again() -> None:
     began = time.monotonic()
     read = Read(a, answer=lambda question: None).run()
     assert read.why() == [("a", "stalled")] * 2
-    assert 2 * 0.2 <= time.monotonic() - began < 5
+    assert 2 * 0.2 <= time.monotonic() - began < 30
 
 
 def test_a_break_of_all_connections_counts_once() -> None:
@@ -226,7 +226,7 @@ def slow_in_chunk_1(monkeypatch: pytest.MonkeyPatch, shelf: MemoryShelf) -> None
     def fault(stage: str, at: int) -> None:
         if stage == "read" and at // CHUNK == 1:
             slow.append(threading.get_ident())
-            time.sleep(0.3 if slow[0] == slow[-1] else 0.0)
+            time.sleep(1.0 if slow[0] == slow[-1] else 0.0)
 
     shelf.fault = fault
 
@@ -236,7 +236,7 @@ def test_the_rest_of_a_slow_connection_is_taken_over(monkeypatch: pytest.MonkeyP
     slow_in_chunk_1(monkeypatch, a)
     began_s = time.monotonic()
     Read(a, parallel=3).run()
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 12
     assert a.read_bytes == len(DATA)  # no byte twice
     assert [1 for start, _ in a.opened if CHUNK < start < 2 * CHUNK]
 
@@ -369,8 +369,8 @@ def test_without_a_route_the_reader_asks_until_there_is_one() -> None:
 @pytest.mark.parametrize("kind", ["unknown", "broken", "waiting"])
 def test_a_read_without_a_byte_fails_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_sources, "NO_BYTE_S", 0.3)
-    monkeypatch.setattr(file_sources, "NO_SOURCE_S", 3.0)
-    monkeypatch.setattr(file_sources, "WAIT_S", 3.0)
+    monkeypatch.setattr(file_sources, "NO_SOURCE_S", 60.0)
+    monkeypatch.setattr(file_sources, "WAIT_S", 60.0)
     a = shelf("a", "peer", chunks=0 if kind == "waiting" else 6)
     if kind == "broken":
         a.fault = broken_from("connect")
@@ -378,7 +378,7 @@ def test_a_read_without_a_byte_fails_in_time(kind: str, monkeypatch: pytest.Monk
     began_s = time.monotonic()
     with pytest.raises(PullFailed, match="no byte for"):
         Read(a, route=route, answer=lambda question: None, tries=100).run()
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 30
 
 
 def test_each_part_comes_from_its_own_source() -> None:
@@ -412,7 +412,7 @@ def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     began = time.monotonic()
     with pytest.raises(PullFailed, match="stopped"):
         read.run()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -86,14 +86,15 @@ def test_a_header_has_one_time_limit(peer: Callable[[Answer], Peer], monkeypatch
     monkeypatch.setattr(http_source, "PEER_SILENT_S", 0.5)
 
     def trickle(sock: socket.socket) -> None:
-        for _ in range(40):
-            sock.sendall(b"x")
-            time.sleep(0.1)
+        with suppress(OSError):  # the reader has given up
+            for _ in range(400):
+                sock.sendall(b"x")
+                time.sleep(0.1)
 
     began_s = time.monotonic()
     with closing(peer(trickle).connect()) as source, pytest.raises(SourceStalled):
         source.open("0" * 64, 0, 10)
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_manifest_that_trickles_stalls(peer: Callable[[Answer], Peer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,6 @@ from benchmarks.kills.journal_audit import JournalCopy, audit
 from windfall.events import log as events
 from windfall.processes import parent_death
 
-ROOT = str(Path(__file__).parents[2])
 MARK = "WINDFALL_SOAK"
 MAX_GAP = 1e-3
 """Largest difference between the log-probs of engine and trainer, in nats, if both have the same weights."""
@@ -186,9 +185,8 @@ def training(
             model=folder / "experts" if plan.experts else "tiny", env="Digits" if plan.experts else "Paced",
         )
     )  # fmt: skip
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))}
-    if plan.experts:
-        more = expert_routes.variables(folder / "routes")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+    more = expert_routes.variables(folder / "routes") if plan.experts else {"PYTHONPATH": path}
     what = ["resume", str(folder / name)] if resume else ["train", str(recipe)]
     command = [sys.executable, "-m", "windfall.run.cli", *what]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]

@@ -1,7 +1,4 @@
-"""Serves the page of a folder as a controller serves that of its run:
-
-python -m tests.support.servers.page_server RUN
-"""
+"""Serves the page of a run's folder as its controller does: `python -m tests.support.servers.page_server RUN`."""
 
 from __future__ import annotations
 

@@ -155,7 +155,8 @@ def windfall_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator
 def trl_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
     tokens, held_out = 0, None
     for e in map(json.loads, (folder / "trl" / "log.jsonl").read_text().splitlines()):
-        tokens, held_out = int(e.get("num_tokens", tokens)), e.get("eval_reward", held_out)
+        tokens += round(e.get("completions/mean_length", 0) * e["responses"])  # TRL's own number counts prompts, too
+        held_out = e.get("eval_reward", held_out)
         at_s = elapsed(e["t"])
         yield Point(at_s, e["step"], held_out, tokens, at_s / 3600 * GPU_USD_PER_H)
 

@@ -26,8 +26,10 @@ class UntilTimeIsOver(TrainerCallback):
         self.log, self.ends_s = log, ends_s
 
     def on_log(self, args, state, control, logs=None, **_):
+        responses = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        line = {"t": time.time(), "step": state.global_step, "responses": responses, **(logs or {})}
         with self.log.open("a") as file:
-            file.write(json.dumps({"t": time.time(), "step": state.global_step, **(logs or {})}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def on_step_end(self, args, state, control, **_):
         if time.time() >= self.ends_s:

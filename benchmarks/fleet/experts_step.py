@@ -38,6 +38,7 @@ staleness = 0
 [train]
 lr = 1e-5
 micro_tokens = 8192  # the worker needs memory of the same GPU
+checkpoint_activations = true
 [train.lora]
 rank = 16
 [eval]
@@ -45,6 +46,7 @@ tasks = 0
 [fleet]
 local = false
 workers = 1
+worker_memory = 0.1  # share of the memory beside the weights that is for the worker's KV cache
 """
 
 
@@ -90,7 +92,7 @@ def main() -> None:
             "rollout.groups": args.groups, "rollout.group_size": 8, "rollout.max_tokens": args.tokens,
             "engine.name": args.engine,
             # vLLM for CPUs does not record experts
-            "train.replay_routing": "auto" if (args.engine, args.device) == ("vllm", "cpu") else True,
+            "train.replay_routing": "auto" if (args.engine, args.device) == ("vllm", "cpu") else "true",
         }  # fmt: skip
         recipe = load_recipe(folder / "recipe.toml", [f"{key}={value}" for key, value in values.items()])
         run = new_folder(recipe)

@@ -33,7 +33,10 @@ def main() -> None:
     fresh.generation_config = read.generation_config
     work = out.with_name(f".{out.name}")
     fresh.save_pretrained(work)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(work)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # transformers 5.17 takes <|im_start|> for it, and programs that stop at it never stop.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fresh.generation_config.eos_token_id)
+    tokenizer.save_pretrained(work)
     work.rename(out)
     print(f"converted {gguf.name} into {out}")
 

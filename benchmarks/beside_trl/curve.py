@@ -8,7 +8,8 @@
 SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness/gpu.py). Both halves
 have the same prompts, reward function, group sizes, learning rate, optimizer and loss (Dr. GRPO); both are evaluated on
 the same 256 held-out tasks at temperature 1. TRL (`pip install trl`) generates with transformers; `--set use_vllm=true`
-and the like change its settings, and `--set KEY=VALUE` those of the recipe for windfall.
+and the like change its settings, and `--set KEY=VALUE` those of the recipe for windfall. If TRL ends with an error, it
+is started again from its last checkpoint, and the table says how often.
 
 windfall's four workers and its trainer share the GPU, and each costs a fifth of its price; two of the workers are
 killed with SIGKILL after `--up-s` seconds on average. TRL has the GPU alone, for its whole price. Time is that of the
@@ -121,11 +122,18 @@ def train_trl(folder: Path, seconds: float, recipe: Recipe, changes: Sequence[st
         "temperature": r.temperature, "learning_rate": t.lr, "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": t.warmup, "adam_beta1": t.betas[0], "adam_beta2": t.betas[1], "max_grad_norm": t.clip_norm,
         "weight_decay": t.weight_decay, "eval_steps": recipe.eval.every, "num_generations_eval": 1,
+        "save_steps": 50,
         "per_device_eval_batch_size": recipe.eval.tasks,
     }  # fmt: skip
     settings |= {key: json.loads(value) for key, _, value in (change.partition("=") for change in changes)}
-    command = [sys.executable, "-m", "benchmarks.beside_trl.trl_half", str(folder), str(seconds), json.dumps(settings)]
-    subprocess.run(command, check=True, cwd=HERE.parents[1])
+    ends_s = time.time() + seconds
+    while (left_s := ends_s - time.time()) > TO_SAVE_S:
+        words = [str(folder), str(left_s), json.dumps(settings)]
+        command = [sys.executable, "-m", "benchmarks.beside_trl.trl_half", *words]
+        if subprocess.run(command, cwd=HERE.parents[1]).returncode == 0:
+            return
+        with (folder / "trl" / "crashes").open("a") as file:
+            file.write(f"{time.time()}\n")
 
 
 class Point(NamedTuple):
@@ -153,8 +161,8 @@ def windfall_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator
 
 
 def trl_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
-    tokens, held_out = 0, None
-    for e in map(json.loads, (folder / "trl" / "log.jsonl").read_text().splitlines()):
+    tokens, held_out, log = 0, None, folder / "trl" / "log.jsonl"
+    for e in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
         tokens += round(e.get("completions/mean_length", 0) * e["responses"])  # TRL's own number counts prompts, too
         held_out = e.get("eval_reward", held_out)
         at_s = elapsed(e["t"])
@@ -174,24 +182,28 @@ def points(folder: Path, half: str) -> list[Point]:
     return list(POINTS[half](folder, elapsed))
 
 
+def row(half: str, p: Point) -> str:
+    held_out = "-" if p.held_out is None else f"{p.held_out:.3f}"
+    return f"{half:10}{p.at_s / 60:>8.1f}{p.step:>7}{held_out:>26}{p.tokens:>12,}{p.usd:>8.3f}"
+
+
 def table(folder: Path) -> Iterator[str]:
     yield f"{'':10}{'minutes':>8}{'steps':>7}{'reward on held-out tasks':>26}{'tokens':>12}{'$':>8}"
     for half in POINTS:
-        if not (folder / half).is_dir():
-            continue
-        known = points(folder, half)
+        known = points(folder, half) if (folder / half).is_dir() else []
         for minutes in MINUTES:
             before = [p for p in known if p.at_s <= 60 * minutes]
-            if before and (before[-1] is not known[-1] or 60 * (minutes - 1) < known[-1].at_s):
-                p = before[-1]
-                held_out = "-" if p.held_out is None else f"{p.held_out:.3f}"
-                yield f"{half:10}{p.at_s / 60:>8.1f}{p.step:>7}{held_out:>26}{p.tokens:>12,}{p.usd:>8.3f}"
+            if before and before[-1] is not known[-1]:
+                yield row(half, before[-1])
+        yield from (row(half, p) for p in known[-1:])
     if (log := folder / "windfall" / "events.jsonl").exists():
         seen = events.read(log)
         steps = [e for e in seen if (e["kind"], e["name"]) == ("scalar", "step")]
         moved, lost = sum(e["moved"] for e in steps), sum(e["lost_tokens"] for e in steps)
         workers = sum(e["name"] == "worker_lost" for e in seen)
         yield f"windfall: {workers} workers lost, {moved:,} responses moved, {lost} tokens lost"
+    if (crashes := folder / "trl" / "crashes").exists():
+        yield f"trl: ended {len(crashes.read_text().splitlines())} times with an error"
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def main(folder: Path, seconds: float, settings: dict) -> None:
     data = load_dataset("json", data_files={"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")})
     own = folder / "trl"
     own.mkdir(exist_ok=True)
-    config = GRPOConfig(output_dir=str(own), logging_steps=1, eval_strategy="steps", save_strategy="no", **settings)
+    config = GRPOConfig(output_dir=str(own), logging_steps=1, eval_strategy="steps", save_total_limit=1, **settings)
     trainer = GRPOTrainer(
         model=model,
         args=config,

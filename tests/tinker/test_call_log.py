@@ -87,11 +87,28 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
 
 def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, huge = CallLog(store, Keys({})), entry(1 << 70)
-        log.add(huge)
-        assert huge.written is not None
-        await asyncio.wait([huge.written, store.failed])
+        log, lost = CallLog(store, Keys({})), entry(1)
+        store.write(("insert into nowhere values (1)", ()))
+        log.add(lost)
+        assert lost.written is not None
+        await asyncio.wait([lost.written])
+        assert "cannot be written" in str(lost.written.exception())
+        await asyncio.wait([store.failed])
         assert "cannot be written" in str(store.failed.exception())
+
+    play(tmp_path, script)
+
+
+def test_a_number_that_cannot_be_stored_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log, huge, other = CallLog(store, keys := Keys({})), entry(1 << 63), entry(1)
+        with pytest.raises(OverflowError):
+            log.add(huge)
+        assert log.get(huge.id) is None
+        assert keys.open_calls["alice"] == 0
+        log.add(other)
+        assert other.written is not None
+        await other.written
 
     play(tmp_path, script)
 

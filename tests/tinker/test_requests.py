@@ -168,3 +168,6 @@ def test_fields_of_a_newer_sdk_are_refused_only_if_they_are_used() -> None:
 def test_numbers_that_cannot_be_stored_are_refused() -> None:
     assert "<=" in why(requests.sample, sample().model_copy(update={"seq_id": 1 << 63}))
     assert "<=" in why(requests.sample, sample(params={"top_k": 1 << 64}))
+    for seq in (1 << 63, 1 << 53, -1, True, 2.5):
+        with pytest.raises(Refusal, match="seq_id"):
+            requests.model_call({"model_id": "m", "seq_id": seq, "path": "a"}, requests.save_weights)

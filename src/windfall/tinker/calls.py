@@ -31,7 +31,8 @@ from windfall.training import Adam, Sample
 from windfall.types import Sampling
 
 Metadata = dict[str, str]
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+MAX_NUMBER = 1 << 53
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 """A whole number, such as that of a call of a model or a sampler."""
 MAX_TOKEN = 1 << 31
 Token = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKEN)]

@@ -146,10 +146,10 @@ class CallLog:
             "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
             digest=entry.digest, created=entry.created, done=None, failed=0, body=entry.body, result=None,
         )  # fmt: skip
+        entry.written = self._store.write(row)
         self._entries[entry.id] = entry
         self._opened(entry)
         entry.body = b""
-        entry.written = self._store.write(row)
 
     async def done(
         self, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement, repeated: bool = False

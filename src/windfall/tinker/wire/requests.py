@@ -52,7 +52,7 @@ def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]
         return convert(body)
     except Refusal as e:
         model, seq = body.get("model_id"), body.get("seq_id")
-        if isinstance(model, str) and model and isinstance(seq, int) and seq >= 1:
+        if isinstance(model, str) and model and type(seq) is int and 1 <= seq < c.MAX_NUMBER:
             return c.RefusedCall(model=model, seq=seq, message=str(e))
         raise
 

@@ -52,6 +52,19 @@ def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_a_call_that_is_canceled_several_times_at_once_ends_once(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log, canceled = CallLog(store, keys := Keys({})), entry(1)
+        log.add(canceled)
+        await asyncio.gather(*(log.fail([canceled], "the call was canceled") for _ in range(3)))
+        _, found = await log.completions("s", 0, 0, 0.0)
+        assert found == [canceled]
+        assert (keys.open_calls["alice"], keys.open_bytes["alice"]) == (0, 0)
+        assert keys.usage("alice") == {"calls": 1}
+
+    play(tmp_path, script)
+
+
 def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
         log, (seen, unseen, open_, repeated) = CallLog(store, Keys({})), map(entry, range(4))

@@ -154,7 +154,10 @@ class CallLog:
     async def done(
         self, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement, repeated: bool = False
     ) -> None:
-        """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
+        """The call has this result, which is committed with the statements. `repeated`: a model may repeat it. A call
+        that has a result keeps it: nothing is written."""
+        if entry.done is not None:
+            return
         self._keys.open_bytes[entry.account] -= entry.size
         encoded, entry.failed = c.encode(result), isinstance(result, c.FailedCall)
         entry.kept_bytes, entry.size, entry.call = entry.size if repeated else 0, len(encoded), None

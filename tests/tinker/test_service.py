@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from windfall.tinker import calls as c
 from windfall.tinker import samplers
 from windfall.tinker.accounts import keys
 from windfall.tinker.calls import Refusal
-from windfall.tinker.disk.saved_weights import PARTS
-from windfall.tinker.models import model, model_calls
+from windfall.tinker.disk.saved_weights import PARTS, link_tree
+from windfall.tinker.models import client_models, model, model_calls
+from windfall.trainer import checkpoint
 from windfall.training import Adam
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
@@ -135,6 +137,67 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server
         assert (await server.result(create)).model == f"{again.id}:train:0"
         await server.kill()
         assert server.service.weights.folder(named.path).is_dir()
+
+    server.play(script)
+
+
+def test_a_session_that_ends_while_its_model_is_saved_harms_no_other(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saving, go_on = checkpoint._write, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> None:
+        write(*args)
+        saving.set()
+        assert go_on.wait(60)
+
+    async def script(server: Server) -> None:
+        client, other = await Client.open(server), await Client.open(server, BOB)
+        trained = server.service.models.all[client.model]
+        assert isinstance(await client.result(client.update()), c.Stepped)
+        monkeypatch.setattr(checkpoint, "_write", slow)
+        entry = await other.entry(other.gradient(IDS[0]))  # there is one slot: the other model is saved
+        try:
+            while not saving.is_set():
+                await asyncio.sleep(0.01)
+            ended = asyncio.create_task(server.service.end_session(client.session))
+            await asyncio.wait([ended], timeout=1.0)
+            assert not ended.done(), "its folder was removed while the trainer wrote into it"
+        finally:
+            go_on.set()
+        await ended
+        assert isinstance(await server.outcome(entry.id, BOB), c.ForwardResult)
+        assert trained.unloaded
+        assert not list(trained.folder.glob("*"))
+
+    server.play(script)
+
+
+def test_a_session_that_ends_while_weights_are_copied_for_its_model_leaves_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(source: Path, target: Path) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        link_tree(source, target)
+
+    async def script(server: Server) -> None:
+        client, service = await Client.open(server), server.service
+        path = (await client.result(client.next(c.SaveWeights, name="start"))).path
+        session = await service.sessions.create(ALICE)
+        monkeypatch.setattr(client_models, "link_tree", slow)
+        entry = await service.submit(ALICE, c.CreateModel(session=session.id, seq=0, base="", path=path))
+        while not copying.is_set():
+            await asyncio.sleep(0.01)
+        ended = asyncio.create_task(service.end_session(session))
+        while not (trained := service.models.all[entry.model]).unloaded:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await ended
+        await server.outcome(entry.id)
+        assert not list(trained.folder.glob("*"))
 
     server.play(script)
 

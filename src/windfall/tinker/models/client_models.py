@@ -101,7 +101,8 @@ class ClientModels:
         if source is not None:
             path, model.checkpoint = source.path, model.folder / "start"
             try:
-                await asyncio.to_thread(link_tree, source.folder, model.checkpoint)
+                async with model.busy:
+                    await asyncio.to_thread(link_tree, source.folder, model.checkpoint)
             except WindfallError as e:
                 self.all.pop(model.id, None)
                 model.unloaded = True
@@ -171,10 +172,10 @@ class ClientModels:
         if model.unloaded:
             return
         model.unloaded = True
-        if model.task is not None:
-            if not model.busy:
+        async with model.busy:
+            if model.task is not None:
                 model.task.cancel()
-            await asyncio.wait([model.task])
+                await asyncio.wait([model.task])
         self.slots.drop(model, gone=True)
         waiting = list(model.waiting.values())
         model.waiting.clear()

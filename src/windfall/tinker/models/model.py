@@ -64,8 +64,8 @@ class TrainedModel:
     """Calls that changed something since the last checkpoint, in order."""
     task: asyncio.Task[None] | None = None
     """Performs calls."""
-    busy: bool = False
-    """It is in a slot, and verbs may be on their way."""
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while something is written into its folder, or a call of it is performed. Its end waits for that."""
     _changed_seq: int = 0
     """The last call that changed the weights."""
     _updates: int = 0
@@ -120,8 +120,9 @@ class TrainedModel:
 
     async def leave(self, trainer: RemoteTrainer) -> None:
         """Save what is not in the last checkpoint, before another model gets the slot."""
-        if self._changed_seq > self.saved_seq:
-            await self.save_state(trainer)
+        async with self.busy:
+            if self._changed_seq > self.saved_seq and not self.unloaded:
+                await self.save_state(trainer)
 
     # calls
 

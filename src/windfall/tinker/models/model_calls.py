@@ -122,12 +122,9 @@ class ModelCalls:
         """The model in a slot, when it is the turn of its account. `short`: for milliseconds. Raises TrainerLost, and
         WindfallError if the model cannot be loaded."""
         await self._shared.trainers.ready()
-        async with self._shared.turns.turn(model.account, short=short) as turn, self._slots.hold(model) as trainer:
-            model.busy = True
-            try:
-                yield trainer, turn
-            finally:
-                model.busy = False
+        turns, slots = self._shared.turns, self._slots
+        async with turns.turn(model.account, short=short) as turn, slots.hold(model) as trainer, model.busy:
+            yield trainer, turn
 
     async def _perform(
         self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry, call: c.ModelCall

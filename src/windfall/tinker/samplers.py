@@ -177,7 +177,7 @@ class Samplers:
             ended = await stack.enter_async_context(self._fleet.open.opened(entry.account, call.n))
             policy = self._base_policy
             if sampler.folder is not None:
-                policy = await stack.enter_async_context(self._slots.hold(sampler.key, sampler.newest))
+                policy = await stack.enter_async_context(self._slots.hold(sampler.key, entry.account, sampler.newest))
             if call.max_tokens != 0:
                 sequences = await self._fleet.sample(policy, id, entry.account, call, ended)
             if not call.prompt_logprobs and not call.prompt_top_k:

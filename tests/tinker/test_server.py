@@ -118,8 +118,11 @@ def test_a_result_that_takes_longer_than_one_poll(server: Server, client: Any, m
     fleet = server.service.samplers._fleet
     sample = fleet.sample
 
-    async def hold_one(policy: str, id: str, account: str, call: c.SampleCall, ended: Callable[[], None]) -> Any:
-        return await (asyncio.sleep(600) if call.seed == 131313 else sample(policy, id, account, call, ended))
+    async def hold_one(id: str, account: str, call: c.SampleCall, place: Callable[[], Any]) -> Any:
+        if call.seed == 131313:
+            async with place():
+                await asyncio.sleep(600)
+        return await sample(id, account, call, place)
 
     monkeypatch.setattr(wire, "WAIT_S", 0.2)
     monkeypatch.setattr(fleet, "sample", hold_one)

@@ -17,6 +17,7 @@ from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
 from windfall.tinker.accounts import keys
+from windfall.tinker.accounts.fairness import LEAST_OPEN, PER_SLOT
 from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.saved_weights import PARTS, link_tree
 from windfall.tinker.models import client_models, model, model_calls
@@ -422,5 +423,28 @@ def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
         assert server.service.keys.open_calls["alice"] == 0
         server.service.calls.retrieved(ALICE, list(seen))
         assert isinstance(await server.outcome(entries[0].id), c.Sampled)
+
+    server.play(script)
+
+
+def test_a_call_with_many_responses_does_not_take_all_workers(server: Server) -> None:
+    async def script(server: Server) -> None:
+        service, client, other = server.service, await Client.open(server), await Client.open(server, BOB)
+        many = (await service.samplers.create(ALICE, client.session.id, 0, base="tiny")).id
+        few = (await service.samplers.create(BOB, other.session.id, 0, base="tiny")).id
+        await client.result(client.sample(many))  # now there is a worker
+        responses = service.samplers._fleet.open
+        most = max(LEAST_OPEN, PER_SLOT * responses._slots())
+        alice = await client.entry(client.sample(many, n=4 * most, max_tokens=20, eos=False))
+        waits = await client.entry(client.sample(many, n=1))
+        while not responses.open["alice"]:
+            await asyncio.sleep(0)
+        assert responses.open["alice"] <= most
+        bob = await other.entry(other.sample(few, n=1, max_tokens=2))
+        assert isinstance(await server.outcome(bob.id, BOB), c.Sampled)
+        assert alice.done is None, "the call with many responses was ahead of the one with one"
+        assert "busy with other calls" in service._pending(waits).why
+        result = await server.outcome(alice.id)
+        assert [len(sequence.tokens) for sequence in result.sequences] == [20] * (4 * most)
 
     server.play(script)

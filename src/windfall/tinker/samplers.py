@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -170,18 +170,29 @@ class Samplers:
 
         await shared.until_done(entry, attempt, partial(shared.calls.done, entry), user=True)
 
+    @contextlib.asynccontextmanager
+    async def _place(self, sampler: Sampler, entry: Entry) -> AsyncIterator[str]:
+        """The policy of a sampler, when it is the turn of the account. Until a response of the call has it, `entry.why`
+        says what is waited for."""
+        # First the turn: a response that waits for it keeps no slot from the calls of others.
+        async with self._fleet.open.opened(entry.account):
+            if sampler.folder is None:
+                entry.why = ""
+                yield self._base_policy
+                return
+            entry.why = entry.why and "all adapter slots of the workers are in use"
+            async with self._slots.hold(sampler.key, entry.account, sampler.newest) as policy:
+                entry.why = ""
+                yield policy
+
     async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
-        id, sequences = entry.id, ()
-        async with contextlib.AsyncExitStack() as stack:
-            # First: a call that waits for its turn keeps no slot from the calls of others.
-            ended = await stack.enter_async_context(self._fleet.open.opened(entry.account, call.n))
-            policy = self._base_policy
-            if sampler.folder is not None:
-                policy = await stack.enter_async_context(self._slots.hold(sampler.key, entry.account, sampler.newest))
-            if call.max_tokens != 0:
-                sequences = await self._fleet.sample(policy, id, entry.account, call, ended)
-            if not call.prompt_logprobs and not call.prompt_top_k:
-                return c.Sampled(sequences=sequences)
+        id, sequences, place = entry.id, (), partial(self._place, sampler, entry)
+        entry.why = "the workers are busy with other calls"
+        if call.max_tokens != 0:
+            sequences = await self._fleet.sample(id, entry.account, call, place)
+        if not call.prompt_logprobs and not call.prompt_top_k:
+            return c.Sampled(sequences=sequences)
+        async with place() as policy:
             trainer = self._shared.trainers.trainers[policy]
             try:
                 async with self._shared.turns.turn(entry.account):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs.tinker_server import ALICE, BOB, Client, Server, contents
+from tests.support.runs.tinker_server import ALICE, BOB, CROSS_ENTROPY, Client, Server, contents
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
@@ -22,7 +22,7 @@ from windfall.tinker.calls import Refusal
 from windfall.tinker.disk.saved_weights import PARTS, link_tree
 from windfall.tinker.models import client_models, model, model_calls
 from windfall.trainer import checkpoint
-from windfall.training import Adam
+from windfall.training import Adam, given
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
 
@@ -339,6 +339,22 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
                 await service.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server._serving.done()
+
+    server.play(script)
+
+
+def test_wrong_calls_take_no_model_out_of_its_slot(server: Server) -> None:
+    async def script(server: Server) -> None:
+        service, client, other = server.service, await Client.open(server), await Client.open(server, BOB)
+        assert isinstance(await client.result(client.next(c.SaveWeights, name="same")), c.WeightsSaved)
+        trained, sample = service.models.all[client.model], given([5, 6, 7], [1, 3], [1.0, 1.0], ())
+        for of, call, why in (
+            (client, client.next(c.SaveWeights, name="same"), "there are weights 'same' already"),
+            (client, client.next(c.ForwardCall, samples=(sample,), loss=CROSS_ENTROPY), "position from 1 to 2"),
+            (other, other.next(c.RefusedCall, message="so says the wire"), "so says the wire"),
+        ):
+            assert why in (await of.result(call)).message
+            assert service._train.slot_of(trained), f"{why}: the adapter has left its slot"
 
     server.play(script)
 

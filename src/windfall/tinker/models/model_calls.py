@@ -105,15 +105,19 @@ class ModelCalls:
         call = entry.call
         assert isinstance(call, c.ModelCall), f"{entry.id} has a result"
 
+        finish = partial(self._finish, model, entry)
+        if isinstance(call, c.RefusedCall):
+            await finish(c.FailedCall(message=call.message))
+            return
+
         async def attempt() -> None:
             short = call.short and bool(self._slots.slot_of(model))
             async with self._in_slot(model, short=short) as (trainer, turn):
                 await self._perform(model, trainer, turn, entry, call)
 
         entry.why = "all slots of the trainer are in use by other models" if self._slots.full else ""
-        fail = partial(self._finish, model, entry)
         # An error here means that the model could not be loaded: its slot is empty now.
-        await self._shared.until_done(entry, attempt, fail, user=False, over=lambda: model.unloaded)
+        await self._shared.until_done(entry, attempt, finish, user=False, over=lambda: model.unloaded)
 
     @contextlib.asynccontextmanager
     async def _in_slot(
@@ -127,13 +131,12 @@ class ModelCalls:
             yield trainer, turn
 
     async def _perform(
-        self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry, call: c.ModelCall
-    ) -> None:
+        self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry,
+        call: c.TrainerCall | c.SaveCall,
+    ) -> None:  # fmt: skip
         """Perform one call, end the turn, and write down the result. Raises TrainerLost."""
         statements, replaced, entry.why = list[Statement](), set[Path](), ""
         try:
-            if isinstance(call, c.RefusedCall):
-                raise Refusal(400, call.message)
             if isinstance(call, c.SaveCall):
                 result, statements, replaced = await self._save(model, trainer, turn, call)
             else:
@@ -176,7 +179,7 @@ class ModelCalls:
         path = path_of(model.id, PARTS[kind], call.name or folder.name)
         before = self._weights.named.get(path)
         if isinstance(call, c.SaveWeights) and before is not None and not call.overwrite:
-            raise WindfallError(f"there are weights {call.name!r} already", where=path, fix="Choose another name.")
+            raise Refusal(400, f"there are weights {call.name!r} already: {path}. Choose another name.")
         if kind == "training":
             await model.save(trainer, folder, optimizer=True)
         else:

@@ -144,3 +144,20 @@ def test_a_number_belongs_to_one_call_also_after_a_restart(tmp_path: Path) -> No
 
     play(tmp_path, first)
     play(tmp_path, second)
+
+
+def test_calls_continue_in_the_order_in_which_they_came_although_the_clock_was_set(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log = CallLog(store, Keys({}))
+        for number in (2, 1):
+            log.add(made := entry(number))
+            assert made.written is not None
+            await made.written
+        await store.write(("update call set created = 0 where seq = 1", ()))
+
+    async def next_server(store: TinkerStore) -> None:
+        open_, _ = CallLog(store, Keys({})).restore()
+        assert [each.seq for each in open_] == [2, 1]
+
+    play(tmp_path, script)
+    play(tmp_path, next_server)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import queue
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +88,25 @@ def test_a_bug_is_answered_with_500(
     monkeypatch.setattr(sessions, "of", fail)
     assert ask(server, "/sessions") == (500, {"detail": "GET /api/v1/sessions: ZeroDivisionError: oops"})
     assert "GET /api/v1/sessions failed" in caplog.text
+
+
+def test_a_client_that_vanishes_while_it_sends_is_no_bug(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, refusal = queue.SimpleQueue[int](), wire._refusal
+
+    def told(request: Any, error: Exception) -> c.Refusal:
+        found = refusal(request, error)
+        refused.put(found.status)
+        return found
+
+    monkeypatch.setattr(wire, "_refusal", told)
+    url = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = f"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-API-Key: {server.key}\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head.encode() + b'{"a":')
+    assert refused.get(timeout=60) == 400
+    assert "failed" not in caplog.text
 
 
 def test_a_call_that_is_refused_does_not_hold_up_the_ones_after_it(client: Any) -> None:

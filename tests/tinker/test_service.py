@@ -169,7 +169,7 @@ def test_a_session_that_ends_while_its_model_is_saved_harms_no_other(
         await ended
         assert isinstance(await server.outcome(entry.id, BOB), c.ForwardResult)
         assert trained.unloaded
-        assert not list(trained.folder.glob("*"))
+        assert not trained.folder.exists()
 
     server.play(script)
 
@@ -198,7 +198,19 @@ def test_a_session_that_ends_while_weights_are_copied_for_its_model_leaves_none(
         go_on.set()
         await ended
         await server.outcome(entry.id)
-        assert not list(trained.folder.glob("*"))
+        assert not trained.folder.exists()
+
+    server.play(script)
+
+
+def test_a_session_that_ends_leaves_no_empty_folders(server: Server) -> None:
+    async def script(server: Server) -> None:
+        client = await Client.open(server)
+        await client.result(client.next(c.SaveForSampler, sampler_seq=0))
+        folder = server.service.models.all[client.model].folder
+        assert saved_in(folder)
+        await server.service.end_session(client.session)
+        assert not folder.exists()
 
     server.play(script)
 
@@ -299,6 +311,11 @@ def test_account_cannot_use_what_another_one_has(server: Server) -> None:
         service.calls.retrieved(BOB, [entry.id])
         assert entry.retrieved is None
         assert isinstance(await server.outcome(held.id), c.Sampled)
+        seen = client.session.seen
+        for attempt in (service.outcome(BOB, entry.id, 0.0), service.completions(BOB, sampler, 0, 0, 0.0)):
+            with pytest.raises(Refusal):
+                await attempt
+        assert client.session.seen == seen, "another account keeps the session alive"
         assert client.session.id not in [s.id for s in service.sessions.of(BOB)]
         assert client.model not in [m.id for m in service.models.of(BOB)]
         assert path not in [p.path for p in service.weights.of(BOB)]
@@ -348,13 +365,16 @@ def test_wrong_calls_take_no_model_out_of_its_slot(server: Server) -> None:
         service, client, other = server.service, await Client.open(server), await Client.open(server, BOB)
         assert isinstance(await client.result(client.next(c.SaveWeights, name="same")), c.WeightsSaved)
         trained, sample = service.models.all[client.model], given([5, 6, 7], [1, 3], [1.0, 1.0], ())
+        base = await service.samplers.create(ALICE, client.session.id, 3, base="tiny")
         for of, call, why in (
             (client, client.next(c.SaveWeights, name="same"), "there are weights 'same' already"),
             (client, client.next(c.ForwardCall, samples=(sample,), loss=CROSS_ENTROPY), "position from 1 to 2"),
             (other, other.next(c.RefusedCall, message="so says the wire"), "so says the wire"),
+            (client, client.next(c.SaveForSampler, sampler_seq=3), f"{base.id!r} already"),
         ):
             assert why in (await of.result(call)).message
             assert service._train.slot_of(trained), f"{why}: the adapter has left its slot"
+        assert service.samplers.all[base.id] is base
 
     server.play(script)
 

@@ -12,7 +12,7 @@ import numpy as np
 from windfall.algorithms.given import Loss
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.training import Adam, Sample, check_given
+from windfall.training import MAX_TOP, Adam, Sample, check_given
 
 MAX_STOPS = 64
 MAX_TOP_K = (1 << 31) - 1
@@ -88,6 +88,8 @@ def _wrong_prompt(call: c.SampleCall, context: int, vocabulary: int) -> str:
     if call.max_tokens is not None and call.max_tokens > room:
         have = f"prompt and max_tokens are {len(call.prompt)} + {call.max_tokens} tokens"
         return f"{have}, but together they have at most {context}"
+    if call.prompt_top_k > min(MAX_TOP, vocabulary):
+        return f"topk_prompt_logprobs: {call.prompt_top_k} tokens are more than {min(MAX_TOP, vocabulary)}"
     if call.prompt_last and not (call.prompt_logprobs and call.prompt_last < len(call.prompt)):
         what = f"prompt_logprobs_last_n: {call.prompt_last} of a prompt of {len(call.prompt)} tokens"
         return f"{what}. It needs prompt_logprobs, and at most {len(call.prompt) - 1} tokens."

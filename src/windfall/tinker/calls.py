@@ -36,6 +36,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 """A whole number, such as that of a call of a model or a sampler."""
 MAX_TOKEN = 1 << 31
 Token = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKEN)]
+TtlSeconds = Annotated[int, msgspec.Meta(ge=3600, le=10 * 366 * 86400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 """The number of responses to one prompt."""
 
@@ -113,7 +114,7 @@ class SaveWeights(ModelCallBase, frozen=True):
     """Save a checkpoint to continue from, with the state of the optimizer."""
 
     name: str
-    ttl_s: float | None = None
+    ttl_s: TtlSeconds | None = None
     """Seconds after which it is deleted. None: never."""
     overwrite: bool = False
     """Replace a checkpoint of this name; otherwise, it is an error that there is one."""
@@ -129,7 +130,7 @@ class SaveForSampler(ModelCallBase, frozen=True):
     """The number of the sampler in its session, if the weights have no name."""
     live: bool = False
     """All samplers of this kind follow the newest save of the model. Only for weights without a name."""
-    ttl_s: float | None = None
+    ttl_s: TtlSeconds | None = None
     metadata: Metadata = {}
 
 

@@ -88,14 +88,20 @@ class Samplers:
         await self._shared.store.write(found.row())
         return clone
 
+    def new_id(self, call: c.SaveForSampler, session: str) -> str:
+        """The id of the sampler of weights without a name. Raises Refusal if there is one."""
+        id = f"{session}:sample:{call.seq if call.sampler_seq is None else call.sampler_seq}"
+        if id in self.all:
+            raise Refusal(400, f"there is a sampling session {id!r} already. Give every one a number of its own.")
+        return id
+
     async def saved(
-        self, call: c.SaveForSampler, session: str, account: str, folder: Path
+        self, call: c.SaveForSampler, id: str, session: str, account: str, folder: Path
     ) -> tuple[Sampler, set[Path]]:
         """A sampler of weights that were saved without a name. Returns it, and folders that may be removed once it is
         written down."""
-        seq = call.seq if call.sampler_seq is None else call.sampler_seq
         sampler = Sampler(
-            id=f"{session}:sample:{seq}", account=account, session=session, created=time.time(), folder=folder,
+            id=id, account=account, session=session, created=time.time(), folder=folder,
             key=f"live/{call.model}" if call.live else str(folder), base=self._shared.terms.base,
         )  # fmt: skip
         replaced = set[Path]()

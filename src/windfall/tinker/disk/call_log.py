@@ -88,7 +88,7 @@ class CallLog:
     def restore(self) -> tuple[list[Entry], list[Entry]]:
         """Read all calls. Returns those without a result, and those that a model may repeat, both in their order."""
         now, open_, repeated = time.time(), list[Entry](), list[Entry]()
-        for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
+        for row in self._store.rows(f"select {COLUMNS} from call order by rowid"):
             self._entries[row["id"]] = entry = Entry(**row)
             if entry.done is None:
                 entry.call, entry.body = c.decode_call(entry.body), b""

@@ -180,12 +180,15 @@ class ModelCalls:
         before = self._weights.named.get(path)
         if isinstance(call, c.SaveWeights) and before is not None and not call.overwrite:
             raise Refusal(400, f"there are weights {call.name!r} already: {path}. Choose another name.")
+        sampler_id = ""
+        if isinstance(call, c.SaveForSampler) and not call.name:
+            sampler_id = self._samplers.new_id(call, model.session)
         if kind == "training":
             await model.save(trainer, folder, optimizer=True)
         else:
             await model.save(trainer, folder, optimizer=False, begun=turn.end)
         if isinstance(call, c.SaveForSampler) and not call.name:
-            sampler, replaced = await self._samplers.saved(call, model.session, model.account, folder)
+            sampler, replaced = await self._samplers.saved(call, sampler_id, model.session, model.account, folder)
             return c.WeightsSaved(path=path, sampler=sampler.id), [sampler.row()], replaced
         saved_bytes, now = await asyncio.to_thread(size, folder), time.time()
         found = self._weights.named[path] = NamedWeights(

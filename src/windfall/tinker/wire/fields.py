@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from windfall.errors import nearest
-from windfall.tinker.calls import MAX_NUMBER, Count, Metadata, Number, Refusal, Token
+from windfall.tinker.calls import MAX_NUMBER, Count, Metadata, Number, Refusal, Token, TtlSeconds
 
 NO_TOKENS = "this server has no access tokens. The owner can call publish_checkpoint_from_tinker_path."
 _LOGPROBS = "this is not supported. Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
@@ -30,7 +30,6 @@ MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
 Name = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1, lt=MAX_NUMBER)]
-TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 T = TypeVar("T")
 
 

@@ -30,7 +30,7 @@ def native(data: bytes) -> Encoded:
     """The call in a body of windfall.client. Raises Refusal."""
     try:
         return c.decode_call(data), data
-    except (msgspec.MsgspecError, ValueError) as e:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise Refusal(400, f"the body is no call in msgpack: {e}. Use windfall.client of this version.") from e
 
 

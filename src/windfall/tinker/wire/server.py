@@ -422,7 +422,7 @@ def _refusal(request: web.Request, error: Exception) -> Refusal:
     match error:
         case Refusal():
             return error
-        case web.RequestPayloadError():  # its length or chunks are wrong
+        case web.RequestPayloadError() | ConnectionError():  # its length or chunks are wrong, or the client is gone
             return Refusal(400, f"the body cannot be read: {error}")
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             return Refusal(404, f"{request.method} {request.path}: there is no such request in the SDKs 0.35 to 0.38")

@@ -131,7 +131,7 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server
         assert ended.value.status == 410
         for call in (client.sample(unnamed.sampler), client.update()):
             with pytest.raises(Refusal, match=r"has ended|was unloaded") as ended:
-                await service.submit(ALICE, call)
+                await server.submit(ALICE, call)
             assert ended.value.status == 410
         again = await service.sessions.create(ALICE)
         create = c.CreateModel(session=again.id, seq=0, base="", path=named.path, optimizer=True)
@@ -189,7 +189,7 @@ def test_a_session_that_ends_while_weights_are_copied_for_its_model_leaves_none(
         path = (await client.result(client.next(c.SaveWeights, name="start"))).path
         session = await service.sessions.create(ALICE)
         monkeypatch.setattr(client_models, "link_tree", slow)
-        entry = await service.submit(ALICE, c.CreateModel(session=session.id, seq=0, base="", path=path))
+        entry = await server.submit(ALICE, c.CreateModel(session=session.id, seq=0, base="", path=path))
         while not copying.is_set():
             await asyncio.sleep(0.01)
         ended = asyncio.create_task(service.end_session(session))
@@ -231,7 +231,7 @@ def test_unnamed_weights_that_a_loop_has_left_behind_are_removed(
             await asyncio.sleep(0.05)
         assert [folder.is_dir() for folder in folders] == [False, True, True, True]
         with pytest.raises(Refusal, match="save others with a name"):
-            await service.submit(ALICE, client.sample(saved[0]))
+            await server.submit(ALICE, client.sample(saved[0]))
 
     server.play(script)
 
@@ -286,12 +286,12 @@ def test_account_cannot_use_what_another_one_has(server: Server) -> None:
         entry = await client.entry(client.sample(sampler))
         await server.outcome(entry.id)
         attempts: list[Callable[[], Any]] = [
-            lambda: service.submit(BOB, client.update()),
-            lambda: service.submit(BOB, client.sample(sampler)),
-            lambda: service.submit(BOB, c.UnloadModel(model=client.model)),
-            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=1, base="tiny", lora=client.lora)),
-            lambda: service.submit(BOB, c.CreateModel(session=bob.session.id, seq=1, base="", path=path)),
-            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
+            lambda: server.submit(BOB, client.update()),
+            lambda: server.submit(BOB, client.sample(sampler)),
+            lambda: server.submit(BOB, c.UnloadModel(model=client.model)),
+            lambda: server.submit(BOB, c.CreateModel(session=client.session.id, seq=1, base="tiny", lora=client.lora)),
+            lambda: server.submit(BOB, c.CreateModel(session=bob.session.id, seq=1, base="", path=path)),
+            lambda: server.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
             lambda: service.outcome(BOB, entry.id, 0.0),
             lambda: service.completions(BOB, sampler, 0, 0, 0.0),
             lambda: service.samplers.create(BOB, bob.session.id, 7, path=path),
@@ -346,14 +346,14 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
         sampler = (await service.samplers.create(ALICE, client.session.id, 5, base="tiny")).id
         for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
             with pytest.raises(Refusal, match=r"is not one of|at most") as refused:
-                await service.submit(ALICE, client.sample(sampler, prompt, **options))
+                await server.submit(ALICE, client.sample(sampler, prompt, **options))
             assert refused.value.status == 400
         nothing = c.LoraSpec(rank=1, attn=False, mlp=False, unembed=False)
         specs: list[tuple[c.LoraSpec | None, str]] = [(c.LoraSpec(rank=rank), "rank") for rank in (0, -1, 1 << 40)]
         for lora, why in (*specs, (nothing, "would have no layers"), (None, "trains adapters")):
             create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=lora)
             with pytest.raises(Refusal, match=why):
-                await service.submit(ALICE, create)
+                await server.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server._serving.done()
 

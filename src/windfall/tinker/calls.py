@@ -219,7 +219,7 @@ Result = ModelReady | ForwardResult | Stepped | WeightsSaved | Sampled
 class Pending:
     why: str = ""
     """What the call waits for; "" if it is being performed or is next."""
-    state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+    state: Literal["active", "paused_capacity"] = "active"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,7 +61,7 @@ class Samplers:
                 raise Refusal(400, f"sampling session {id} was created with {found.path or 'the base'!r}, not {path!r}")
             await self._shared.store.write(found.row())  # the first request may still wait for the disk
             return found
-        sampler = Sampler(id=id, account=account.name, session=session, created=time.time(), base=terms.base)
+        sampler = Sampler(id=id, account=account.name, session=session, created=time.time())
         if path:
             sampler.path, sampler.folder = path, self._weights.get(account.name, path).folder
             sampler.key = str(sampler.folder)
@@ -102,7 +102,7 @@ class Samplers:
         written down."""
         sampler = Sampler(
             id=id, account=account, session=session, created=time.time(), folder=folder,
-            key=f"live/{call.model}" if call.live else str(folder), base=self._shared.terms.base,
+            key=f"live/{call.model}" if call.live else str(folder),
         )  # fmt: skip
         replaced = set[Path]()
         if call.live:
@@ -146,9 +146,9 @@ class Samplers:
     def entry(self, account: ApiAccount, call: c.SampleCall, body: bytes) -> Entry:
         """The call, or the one that was made before with its number. Raises Refusal."""
         sampler = self.get(account, call.sampler)
-        id, calls = call_id(sampler.id, call.seq), self._shared.calls
-        entry = calls.entry(id, account, call, body, sampler=sampler.id, seq=call.seq)
-        if calls.get(id) is None:
+        id = call_id(sampler.id, call.seq)
+        entry = self._shared.calls.entry(id, account, call, body, sampler=sampler.id, seq=call.seq)
+        if entry.body:
             self._shared.keys.check_calls(account, entry.size)
             terms = self._shared.terms
             if why := why_not(call, context=terms.context, vocabulary=terms.vocabulary):

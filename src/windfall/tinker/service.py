@@ -116,13 +116,13 @@ class TinkerService:
 
     # calls
 
-    async def submit(self, account: ApiAccount, call: c.Call, body: bytes = b"") -> Entry:
-        """Accept a call, or find the one that was made before with its number. `body`: the encoded call, if the caller
-        has it. Raises Refusal."""
+    async def submit(self, account: ApiAccount, call: c.Call, body: bytes) -> Entry:
+        """Accept a call, or find the one that was made before with its number. `body`: the encoded call. Raises
+        Refusal."""
         accept, begin = self._kinds[type(call)]
-        entry = accept(account, call, body or c.encode(call))
+        entry = accept(account, call, body)
         self.sessions.seen(entry.id)
-        if self.calls.get(entry.id) is None:
+        if entry.body:
             self.calls.add(entry)
             begin(entry)
         if entry.written is not None:

@@ -46,7 +46,7 @@ class Entry:
     done: float | None = None
     failed: bool = False
     body: bytes = b""
-    """The call, until it is added."""
+    """The call, until it is added; empty if the call was made before."""
     size: int = 0
     """Bytes of the call while it has no result, then those of the result."""
     kept_bytes: int = 0

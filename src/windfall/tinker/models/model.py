@@ -39,7 +39,6 @@ class TrainedModel:
     id: str
     account: str
     session: str
-    base: str
     spec: c.LoraSpec
     created: float
     shared: SharedParts
@@ -89,8 +88,7 @@ class TrainedModel:
         return sum(entry.kept_bytes for entry in self.since)
 
     def row(self) -> Statement:
-        lora = msgspec.to_builtins(self.spec)
-        spec = {"lora": lora, "base": self.base, "metadata": self.metadata, "optimizer": self.optimizer}
+        spec = {"lora": msgspec.to_builtins(self.spec), "metadata": self.metadata, "optimizer": self.optimizer}
         return TinkerStore.put(
             "model", id=self.id, account=self.account, session=self.session, created=self.created,
             spec=spec, saved_seq=self.saved_seq, folder=str(self.checkpoint or ""),
@@ -101,6 +99,7 @@ class TrainedModel:
     def read(cls, row: Mapping[str, Any], shared: SharedParts, weights: SavedWeights) -> TrainedModel:
         fields = {**row, **row["spec"]}
         lora, folder = fields.pop("lora"), fields.pop("folder")
+        fields.pop("base", "")  # earlier versions wrote it
         fields |= {"spec": c.LoraSpec(**lora), "checkpoint": Path(folder) if folder else None}
         found = cls(**fields, shared=shared, weights=weights, seen=row["created"])
         found.ready.set()

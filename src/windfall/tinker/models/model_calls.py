@@ -46,7 +46,7 @@ class ModelCalls:
         """The call of a model, or the one that was made before with its number. Raises Refusal."""
         model, shared = self._models.get(account, call.model), self._shared
         entry = shared.calls.entry(call_id(model.id, call.seq), account, call, body, model=model.id, seq=call.seq)
-        if shared.calls.get(entry.id) is not None:
+        if not entry.body:
             return entry
         if model.unloaded:
             raise Refusal(410, f"model {model.id} was unloaded. Create a training client from its saved weights.")

@@ -24,6 +24,8 @@ ENGINE_GAP: Skipped = "engine gap"
 MIN_FRESH = 64
 """A mean gap over fewer fresh tokens says little: one unlikely token could decide it."""
 
+MAX_TOP = 1024
+"""Upper limit for the most likely tokens that a caller may ask for at each position of a text."""
 MAX_LAG = np.iinfo(np.uint16).max
 """Larger lags are stored as this one, so that they cannot wrap around to 0."""
 

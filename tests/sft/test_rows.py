@@ -91,6 +91,8 @@ def test_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
         ({"messages": []}, "'messages' is not a list"),
         ({"messages": [USER, {"role": "assistant"}]}, r"'messages\[1\]' is not an object"),
         ({"messages": [USER, ASSISTANT], "tools": "x"}, "'tools' is not a list"),
+        ({"prompt": "a", "completion": "\ud800"}, "'.ud800' is half of a surrogate pair"),
+        ({"messages": [USER, {"role": "assistant", "content": "a\udfff"}]}, "'.udfff' is half of a surrogate pair"),
     ],
 )
 def test_unusable_rows_are_named_by_their_lines(tmp_path: Path, row: Any, why: str) -> None:

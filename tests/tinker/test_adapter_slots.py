@@ -94,7 +94,7 @@ def test_a_new_trainer_has_empty_slots() -> None:
 
         sample = SampleSlots(of, ["s0"], load)
         await of.ready()
-        async with sample.hold("w", lambda: Path("w")), sample.hold("w", lambda: Path("w")):
+        async with sample.hold("w", "alice", lambda: Path("w")), sample.hold("w", "alice", lambda: Path("w")):
             with pytest.raises(TrainerLost):
                 async with train.hold(a):
                     raise TrainerLost("killed")
@@ -120,7 +120,7 @@ def test_streams_of_calls_for_loaded_weights_keep_no_others_out(names: list[str]
         await of.ready()
 
         async def call(key: str) -> None:
-            async with sample.hold(key, lambda: Path(key)):
+            async with sample.hold(key, "alice", lambda: Path(key)):
                 order.append(key)
                 for _ in range(10):
                     await asyncio.sleep(0)
@@ -143,6 +143,28 @@ def test_streams_of_calls_for_loaded_weights_keep_no_others_out(names: list[str]
     assert max(order.index(f"few{n}") for n in range(3)) < 30 * len(names)
 
 
+def test_adapters_of_one_account_that_wait_for_a_slot_let_another_account_pass() -> None:
+    async def run() -> list[str]:
+        of, order = trainers(["s0"]), list[str]()
+
+        async def load(slot: str, folder: Path) -> None: ...
+
+        sample = SampleSlots(of, ["s0"], load)
+        await of.ready()
+
+        async def call(account: str, key: str) -> None:
+            async with sample.hold(key, account, lambda: Path(key)):
+                order.append(f"{account} {key}")
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        many = [("alice", f"a{n}") for n in range(4)]
+        await asyncio.gather(*(call(*each) for each in (*many, ("bob", "b0"), ("bob", "b1"))))
+        return order
+
+    assert asyncio.run(run()) == ["alice a0", "bob b0", "alice a1", "bob b1", "alice a2", "alice a3"]
+
+
 def test_live_weights_change_while_they_are_used() -> None:
     async def run() -> list[str]:
         of, loads = trainers(["s0"]), list[str]()
@@ -152,9 +174,9 @@ def test_live_weights_change_while_they_are_used() -> None:
 
         sample = SampleSlots(of, ["s0"], load)
         await of.ready()
-        async with sample.hold("live/m", lambda: Path("1")):
+        async with sample.hold("live/m", "alice", lambda: Path("1")):
             await sample.changed("live/m", Path("2"))
-        async with sample.hold("live/m", lambda: Path("2")):
+        async with sample.hold("live/m", "alice", lambda: Path("2")):
             pass
         return loads
 
@@ -196,7 +218,7 @@ def test_a_new_trainer_is_known_although_the_call_that_noticed_it_was_canceled()
         await of.ready()
         async with train.hold(a):
             pass
-        async with sample.hold("w", lambda: Path("w")):
+        async with sample.hold("w", "alice", lambda: Path("w")):
             links: Any = of.trainers
             for link in links.values():
                 link.hello = None

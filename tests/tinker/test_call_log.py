@@ -52,6 +52,19 @@ def test_every_result_is_announced_once_in_order(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
+def test_a_call_that_is_canceled_several_times_at_once_ends_once(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log, canceled = CallLog(store, keys := Keys({})), entry(1)
+        log.add(canceled)
+        await asyncio.gather(*(log.fail([canceled], "the call was canceled") for _ in range(3)))
+        _, found = await log.completions("s", 0, 0, 0.0)
+        assert found == [canceled]
+        assert (keys.open_calls["alice"], keys.open_bytes["alice"]) == (0, 0)
+        assert keys.usage("alice") == {"calls": 1}
+
+    play(tmp_path, script)
+
+
 def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
         log, (seen, unseen, open_, repeated) = CallLog(store, Keys({})), map(entry, range(4))
@@ -87,11 +100,28 @@ def test_results_are_on_disk_and_forgotten_some_time_after_they_were_retrieved(t
 
 def test_call_that_cannot_be_written_is_told_to_everybody_who_made_it(tmp_path: Path) -> None:
     async def script(store: TinkerStore) -> None:
-        log, huge = CallLog(store, Keys({})), entry(1 << 70)
-        log.add(huge)
-        assert huge.written is not None
-        await asyncio.wait([huge.written, store.failed])
+        log, lost = CallLog(store, Keys({})), entry(1)
+        store.write(("insert into nowhere values (1)", ()))
+        log.add(lost)
+        assert lost.written is not None
+        await asyncio.wait([lost.written])
+        assert "cannot be written" in str(lost.written.exception())
+        await asyncio.wait([store.failed])
         assert "cannot be written" in str(store.failed.exception())
+
+    play(tmp_path, script)
+
+
+def test_a_number_that_cannot_be_stored_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log, huge, other = CallLog(store, keys := Keys({})), entry(1 << 63), entry(1)
+        with pytest.raises(OverflowError):
+            log.add(huge)
+        assert log.get(huge.id) is None
+        assert keys.open_calls["alice"] == 0
+        log.add(other)
+        assert other.written is not None
+        await other.written
 
     play(tmp_path, script)
 
@@ -114,3 +144,20 @@ def test_a_number_belongs_to_one_call_also_after_a_restart(tmp_path: Path) -> No
 
     play(tmp_path, first)
     play(tmp_path, second)
+
+
+def test_calls_continue_in_the_order_in_which_they_came_although_the_clock_was_set(tmp_path: Path) -> None:
+    async def script(store: TinkerStore) -> None:
+        log = CallLog(store, Keys({}))
+        for number in (2, 1):
+            log.add(made := entry(number))
+            assert made.written is not None
+            await made.written
+        await store.write(("update call set created = 0 where seq = 1", ()))
+
+    async def next_server(store: TinkerStore) -> None:
+        open_, _ = CallLog(store, Keys({})).restore()
+        assert [each.seq for each in open_] == [2, 1]
+
+    play(tmp_path, script)
+    play(tmp_path, next_server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -135,75 +135,89 @@ def test_who_is_canceled_while_waiting_passes_the_turn_on() -> None:
     run(work())
 
 
-def test_an_account_with_many_samples_lets_others_pass() -> None:
+class Waiting:
+    """Responses that wait for their turn, then are open until they are told to end."""
+
+    def __init__(self, responses: OpenResponses) -> None:
+        self._responses = responses
+        self.opened: list[tuple[str, asyncio.Event]] = []
+        """In order: the account, and what ends the response."""
+
+    def ask(self, account: str, count: int) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._respond(account)) for _ in range(count)]
+
+    async def _respond(self, account: str) -> None:
+        async with self._responses.opened(account):
+            self.opened.append((account, end := asyncio.Event()))
+            await end.wait()
+
+    async def end(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.opened[number][1].set()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_an_account_with_many_responses_lets_others_pass() -> None:
     async def work() -> None:
-        slots, order = 0, []
+        slots = 0
         responses = OpenResponses(lambda: slots)
-
-        async def call(account: str, count: int) -> None:
-            await responses.admit(account, count)
-            order.append(account)
-
-        tasks = [asyncio.create_task(call("many", 4)) for _ in range(30)]
-        await asyncio.sleep(0)
-        assert sum(responses.open.values()) == LEAST_OPEN
-        tasks += [asyncio.create_task(call("few", 1)) for _ in range(2)]
-        await asyncio.sleep(0)
-        responses.ended("many", 4)
-        await asyncio.sleep(0)
-        assert order == ["many"] * 4 + ["few"] * 2 + ["many"]
-        tasks[10].cancel()
+        waiting = Waiting(responses)
+        tasks = waiting.ask("many", 100)
+        await settle()
+        assert responses.open == {"many": LEAST_OPEN}
+        tasks += waiting.ask("few", 2)
+        await waiting.end(range(3))
+        assert [account for account, _ in waiting.opened[LEAST_OPEN:]] == ["few", "few", "many"]
+        tasks[50].cancel()
         slots = 100  # workers have joined
         responses.look()
-        await asyncio.sleep(0)
-        assert len(order) == 29 + 2
-        for account, count in list(responses.open.items()):
-            responses.ended(account, count)
-        assert responses.open == {}
+        await settle()
+        assert len(waiting.opened) == 99 + 2
+        await waiting.end(range(99 + 2))
+        await asyncio.wait(tasks)
+        assert responses.open.total() == 0
 
     run(work())
 
 
-def test_every_response_of_a_call_ends_once() -> None:
+def test_a_response_that_is_canceled_just_when_it_was_opened_does_not_stay_open() -> None:
     async def work() -> None:
         responses = OpenResponses(lambda: 0)
-        async with responses.opened("a", 3) as ended:
-            ended()
-            assert responses.open == {"a": 2}
-        assert responses.open == {}
-        ended()  # its worker says so late
-        assert responses.open == {}
+        waiting = Waiting(responses)
+        tasks = waiting.ask("a", LEAST_OPEN)
+        await settle()
+        (late,) = waiting.ask("b", 1)
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        while not responses.open["b"]:
+            await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.wait([late])
+        assert responses.open.total() == LEAST_OPEN - 1
+        await waiting.end(range(LEAST_OPEN))
+        assert responses.open.total() == 0
 
     run(work())
 
 
-def test_a_call_that_is_canceled_just_when_it_was_admitted_leaves_no_response_open() -> None:
+def test_thousands_of_waiting_responses_may_be_canceled_at_once() -> None:
     async def work() -> None:
         responses = OpenResponses(lambda: 0)
-        await responses.admit("a", LEAST_OPEN)
-        waiting = asyncio.create_task(responses.admit("b", 3))
-        await asyncio.sleep(0)
-        responses.ended("a", LEAST_OPEN)
-        assert responses.open == {"b": 3}
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert responses.open == {}
-
-    run(work())
-
-
-def test_thousands_of_waiting_calls_may_be_canceled_at_once() -> None:
-    async def script() -> None:
-        responses = OpenResponses(lambda: 0)
-        await responses.admit("a", LEAST_OPEN)
-        waiting = [asyncio.create_task(responses.admit("a", 1)) for _ in range(3000)]
-        other = asyncio.create_task(responses.admit("b", 1))
-        await asyncio.sleep(0)
-        for task in waiting:
+        waiting = Waiting(responses)
+        waiting.ask("a", LEAST_OPEN)
+        await settle()
+        tasks, _ = waiting.ask("a", 3000), waiting.ask("b", 1)
+        await settle()
+        for task in tasks:
             task.cancel()
-        responses.ended("a", LEAST_OPEN)
-        await other
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert responses.open == {"b": 1}
+        await waiting.end(range(LEAST_OPEN))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert responses.open.total() == responses.open["b"] == 1
+        await waiting.end([LEAST_OPEN])
 
-    run(script())
+    run(work())

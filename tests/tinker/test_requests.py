@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,7 @@ def test_what_is_asked_for_beside_tokens_is_refused_if_it_is_not_supported() -> 
     assert "'image' is not supported" in why(requests.sample, sample(prompt=tinker.ModelInput(chunks=[image])))
     assert "it has no tokens" in why(requests.sample, sample(prompt=tinker.ModelInput.empty()))
     assert "at most 2 tokens" in why(requests.sample, sample(prompt_logprobs=True, prompt_logprobs_last_n=3))
+    assert "1025 tokens are more than 100" in why(requests.sample, sample(topk_prompt_logprobs=1025))
     assert "would end every sequence" in why(requests.sample, sample(params={"stop": [""]}))
     for params in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 1 << 31}):
         assert why(requests.sample, sample(params=params)).startswith("sampling_params: temperature is at least 0")
@@ -165,6 +167,19 @@ def test_fields_of_a_newer_sdk_are_refused_only_if_they_are_used() -> None:
         requests.sample(body | {"sampling_params": {"min_p": 0.1}})
 
 
+def test_calls_of_windfalls_own_client_have_the_same_limits() -> None:
+    save = c.SaveWeights(model="m", seq=1, name="a", ttl_s=3600)
+    assert requests.native(c.encode(save))[0] == save
+    for ttl_s in (1, 1 << 40, math.inf):
+        with pytest.raises(Refusal, match="ttl_s"):
+            requests.native(c.encode({"type": "SaveWeights", "model": "m", "seq": 1, "name": "a", "ttl_s": ttl_s}))
+    with pytest.raises(Refusal, match="no call in msgpack"):
+        requests.native(b"\x82\xa4type\xabUnloadModel\xa1x" + b"\x91" * 100_000)
+
+
 def test_numbers_that_cannot_be_stored_are_refused() -> None:
     assert "<=" in why(requests.sample, sample().model_copy(update={"seq_id": 1 << 63}))
     assert "<=" in why(requests.sample, sample(params={"top_k": 1 << 64}))
+    for seq in (1 << 63, 1 << 53, -1, True, 2.5):
+        with pytest.raises(Refusal, match="seq_id"):
+            requests.model_call({"model_id": "m", "seq_id": seq, "path": "a"}, requests.save_weights)

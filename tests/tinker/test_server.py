@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import queue
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +90,25 @@ def test_a_bug_is_answered_with_500(
     assert "GET /api/v1/sessions failed" in caplog.text
 
 
+def test_a_client_that_vanishes_while_it_sends_is_no_bug(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, refusal = queue.SimpleQueue[int](), wire._refusal
+
+    def told(request: Any, error: Exception) -> c.Refusal:
+        found = refusal(request, error)
+        refused.put(found.status)
+        return found
+
+    monkeypatch.setattr(wire, "_refusal", told)
+    url = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = f"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-API-Key: {server.key}\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head.encode() + b'{"a":')
+    assert refused.get(timeout=60) == 400
+    assert "failed" not in caplog.text
+
+
 def test_a_call_that_is_refused_does_not_hold_up_the_ones_after_it(client: Any) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     wrong, update = training.forward_backward(data(), "gspo"), training.optim_step(tinker.AdamParams(learning_rate=0.5))
@@ -118,8 +140,11 @@ def test_a_result_that_takes_longer_than_one_poll(server: Server, client: Any, m
     fleet = server.service.samplers._fleet
     sample = fleet.sample
 
-    async def hold_one(policy: str, id: str, account: str, call: c.SampleCall, ended: Callable[[], None]) -> Any:
-        return await (asyncio.sleep(600) if call.seed == 131313 else sample(policy, id, account, call, ended))
+    async def hold_one(id: str, account: str, call: c.SampleCall, place: Callable[[], Any]) -> Any:
+        if call.seed == 131313:
+            async with place():
+                await asyncio.sleep(600)
+        return await sample(id, account, call, place)
 
     monkeypatch.setattr(wire, "WAIT_S", 0.2)
     monkeypatch.setattr(fleet, "sample", hold_one)

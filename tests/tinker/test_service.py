@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs.tinker_server import ALICE, BOB, Client, Server, contents
+from tests.support.runs.tinker_server import ALICE, BOB, CROSS_ENTROPY, Client, Server, contents
 from windfall.errors import WindfallError
 from windfall.tinker import calls as c
 from windfall.tinker import samplers
 from windfall.tinker.accounts import keys
+from windfall.tinker.accounts.fairness import LEAST_OPEN, PER_SLOT
 from windfall.tinker.calls import Refusal
-from windfall.tinker.disk.saved_weights import PARTS
-from windfall.tinker.models import model, model_calls
-from windfall.training import Adam
+from windfall.tinker.disk.saved_weights import PARTS, link_tree
+from windfall.tinker.models import client_models, model, model_calls
+from windfall.trainer import checkpoint
+from windfall.training import Adam, given
 
 IDS = ([5, 9, 11, 4, 8], [20, 21, 22, 23], [7] * 6)
 
@@ -128,13 +131,86 @@ def test_session_without_a_sign_of_life_leaves_named_weights_only(server: Server
         assert ended.value.status == 410
         for call in (client.sample(unnamed.sampler), client.update()):
             with pytest.raises(Refusal, match=r"has ended|was unloaded") as ended:
-                await service.submit(ALICE, call)
+                await server.submit(ALICE, call)
             assert ended.value.status == 410
         again = await service.sessions.create(ALICE)
         create = c.CreateModel(session=again.id, seq=0, base="", path=named.path, optimizer=True)
         assert (await server.result(create)).model == f"{again.id}:train:0"
         await server.kill()
         assert server.service.weights.folder(named.path).is_dir()
+
+    server.play(script)
+
+
+def test_a_session_that_ends_while_its_model_is_saved_harms_no_other(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saving, go_on = checkpoint._write, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> None:
+        write(*args)
+        saving.set()
+        assert go_on.wait(60)
+
+    async def script(server: Server) -> None:
+        client, other = await Client.open(server), await Client.open(server, BOB)
+        trained = server.service.models.all[client.model]
+        assert isinstance(await client.result(client.update()), c.Stepped)
+        monkeypatch.setattr(checkpoint, "_write", slow)
+        entry = await other.entry(other.gradient(IDS[0]))  # there is one slot: the other model is saved
+        try:
+            while not saving.is_set():
+                await asyncio.sleep(0.01)
+            ended = asyncio.create_task(server.service.end_session(client.session))
+            await asyncio.wait([ended], timeout=1.0)
+            assert not ended.done(), "its folder was removed while the trainer wrote into it"
+        finally:
+            go_on.set()
+        await ended
+        assert isinstance(await server.outcome(entry.id, BOB), c.ForwardResult)
+        assert trained.unloaded
+        assert not trained.folder.exists()
+
+    server.play(script)
+
+
+def test_a_session_that_ends_while_weights_are_copied_for_its_model_leaves_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(source: Path, target: Path) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        link_tree(source, target)
+
+    async def script(server: Server) -> None:
+        client, service = await Client.open(server), server.service
+        path = (await client.result(client.next(c.SaveWeights, name="start"))).path
+        session = await service.sessions.create(ALICE)
+        monkeypatch.setattr(client_models, "link_tree", slow)
+        entry = await server.submit(ALICE, c.CreateModel(session=session.id, seq=0, base="", path=path))
+        while not copying.is_set():
+            await asyncio.sleep(0.01)
+        ended = asyncio.create_task(service.end_session(session))
+        while not (trained := service.models.all[entry.model]).unloaded:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await ended
+        await server.outcome(entry.id)
+        assert not trained.folder.exists()
+
+    server.play(script)
+
+
+def test_a_session_that_ends_leaves_no_empty_folders(server: Server) -> None:
+    async def script(server: Server) -> None:
+        client = await Client.open(server)
+        await client.result(client.next(c.SaveForSampler, sampler_seq=0))
+        folder = server.service.models.all[client.model].folder
+        assert saved_in(folder)
+        await server.service.end_session(client.session)
+        assert not folder.exists()
 
     server.play(script)
 
@@ -155,7 +231,7 @@ def test_unnamed_weights_that_a_loop_has_left_behind_are_removed(
             await asyncio.sleep(0.05)
         assert [folder.is_dir() for folder in folders] == [False, True, True, True]
         with pytest.raises(Refusal, match="save others with a name"):
-            await service.submit(ALICE, client.sample(saved[0]))
+            await server.submit(ALICE, client.sample(saved[0]))
 
     server.play(script)
 
@@ -210,12 +286,12 @@ def test_account_cannot_use_what_another_one_has(server: Server) -> None:
         entry = await client.entry(client.sample(sampler))
         await server.outcome(entry.id)
         attempts: list[Callable[[], Any]] = [
-            lambda: service.submit(BOB, client.update()),
-            lambda: service.submit(BOB, client.sample(sampler)),
-            lambda: service.submit(BOB, c.UnloadModel(model=client.model)),
-            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=1, base="tiny", lora=client.lora)),
-            lambda: service.submit(BOB, c.CreateModel(session=bob.session.id, seq=1, base="", path=path)),
-            lambda: service.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
+            lambda: server.submit(BOB, client.update()),
+            lambda: server.submit(BOB, client.sample(sampler)),
+            lambda: server.submit(BOB, c.UnloadModel(model=client.model)),
+            lambda: server.submit(BOB, c.CreateModel(session=client.session.id, seq=1, base="tiny", lora=client.lora)),
+            lambda: server.submit(BOB, c.CreateModel(session=bob.session.id, seq=1, base="", path=path)),
+            lambda: server.submit(BOB, c.CreateModel(session=client.session.id, seq=0, base="tiny")),
             lambda: service.outcome(BOB, entry.id, 0.0),
             lambda: service.completions(BOB, sampler, 0, 0, 0.0),
             lambda: service.samplers.create(BOB, bob.session.id, 7, path=path),
@@ -235,6 +311,11 @@ def test_account_cannot_use_what_another_one_has(server: Server) -> None:
         service.calls.retrieved(BOB, [entry.id])
         assert entry.retrieved is None
         assert isinstance(await server.outcome(held.id), c.Sampled)
+        seen = client.session.seen
+        for attempt in (service.outcome(BOB, entry.id, 0.0), service.completions(BOB, sampler, 0, 0, 0.0)):
+            with pytest.raises(Refusal):
+                await attempt
+        assert client.session.seen == seen, "another account keeps the session alive"
         assert client.session.id not in [s.id for s in service.sessions.of(BOB)]
         assert client.model not in [m.id for m in service.models.of(BOB)]
         assert path not in [p.path for p in service.weights.of(BOB)]
@@ -265,16 +346,35 @@ def test_wrong_calls_fail_in_words_and_change_nothing(server: Server) -> None:
         sampler = (await service.samplers.create(ALICE, client.session.id, 5, base="tiny")).id
         for prompt, options in (([5, known], {}), ([5, -1], {}), ([5], {"stop_ids": (known,)}), ([5] * context, {})):
             with pytest.raises(Refusal, match=r"is not one of|at most") as refused:
-                await service.submit(ALICE, client.sample(sampler, prompt, **options))
+                await server.submit(ALICE, client.sample(sampler, prompt, **options))
             assert refused.value.status == 400
         nothing = c.LoraSpec(rank=1, attn=False, mlp=False, unembed=False)
         specs: list[tuple[c.LoraSpec | None, str]] = [(c.LoraSpec(rank=rank), "rank") for rank in (0, -1, 1 << 40)]
         for lora, why in (*specs, (nothing, "would have no layers"), (None, "trains adapters")):
             create = c.CreateModel(session=client.session.id, seq=9, base="tiny", lora=lora)
             with pytest.raises(Refusal, match=why):
-                await service.submit(ALICE, create)
+                await server.submit(ALICE, create)
         assert isinstance(await client.result(client.gradient(IDS[0])), c.ForwardResult)
         assert not server._serving.done()
+
+    server.play(script)
+
+
+def test_wrong_calls_take_no_model_out_of_its_slot(server: Server) -> None:
+    async def script(server: Server) -> None:
+        service, client, other = server.service, await Client.open(server), await Client.open(server, BOB)
+        assert isinstance(await client.result(client.next(c.SaveWeights, name="same")), c.WeightsSaved)
+        trained, sample = service.models.all[client.model], given([5, 6, 7], [1, 3], [1.0, 1.0], ())
+        base = await service.samplers.create(ALICE, client.session.id, 3, base="tiny")
+        for of, call, why in (
+            (client, client.next(c.SaveWeights, name="same"), "there are weights 'same' already"),
+            (client, client.next(c.ForwardCall, samples=(sample,), loss=CROSS_ENTROPY), "position from 1 to 2"),
+            (other, other.next(c.RefusedCall, message="so says the wire"), "so says the wire"),
+            (client, client.next(c.SaveForSampler, sampler_seq=3), f"{base.id!r} already"),
+        ):
+            assert why in (await of.result(call)).message
+            assert service._train.slot_of(trained), f"{why}: the adapter has left its slot"
+        assert service.samplers.all[base.id] is base
 
     server.play(script)
 
@@ -359,5 +459,28 @@ def test_many_calls_that_sample_wait_in_one_queue(server: Server) -> None:
         assert server.service.keys.open_calls["alice"] == 0
         server.service.calls.retrieved(ALICE, list(seen))
         assert isinstance(await server.outcome(entries[0].id), c.Sampled)
+
+    server.play(script)
+
+
+def test_a_call_with_many_responses_does_not_take_all_workers(server: Server) -> None:
+    async def script(server: Server) -> None:
+        service, client, other = server.service, await Client.open(server), await Client.open(server, BOB)
+        many = (await service.samplers.create(ALICE, client.session.id, 0, base="tiny")).id
+        few = (await service.samplers.create(BOB, other.session.id, 0, base="tiny")).id
+        await client.result(client.sample(many))  # now there is a worker
+        responses = service.samplers._fleet.open
+        most = max(LEAST_OPEN, PER_SLOT * responses._slots())
+        alice = await client.entry(client.sample(many, n=4 * most, max_tokens=20, eos=False))
+        waits = await client.entry(client.sample(many, n=1))
+        while not responses.open["alice"]:
+            await asyncio.sleep(0)
+        assert responses.open["alice"] <= most
+        bob = await other.entry(other.sample(few, n=1, max_tokens=2))
+        assert isinstance(await server.outcome(bob.id, BOB), c.Sampled)
+        assert alice.done is None, "the call with many responses was ahead of the one with one"
+        assert "busy with other calls" in service._pending(waits).why
+        result = await server.outcome(alice.id)
+        assert [len(sequence.tokens) for sequence in result.sequences] == [20] * (4 * most)
 
     server.play(script)

@@ -3,11 +3,14 @@
 import asyncio
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from windfall.errors import WindfallError
+from windfall.tinker.disk.records import Sampler
 from windfall.tinker.disk.store import FORMAT, TinkerStore
+from windfall.tinker.models.model import TrainedModel
 
 
 def test_a_write_that_was_awaited_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -50,3 +53,13 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         connection.execute(f"pragma user_version = {FORMAT + 1}")
     with pytest.raises(WindfallError, match="newer windfall"):
         asyncio.run(start())
+
+
+def test_rows_of_earlier_versions_name_the_base() -> None:
+    of = {"id": "s:train:0", "account": "alice", "session": "s", "created": 1.0}
+    weights = {"key": "", "folder": "", "path": "", "base": "tiny"}
+    assert Sampler.read({**of, "weights": weights, "clones": 2}).clones == 2
+    spec = {"lora": {"rank": 4}, "base": "tiny", "metadata": {}, "optimizer": False}
+    anything: Any = None
+    row = {**of, "spec": spec, "saved_seq": 0, "folder": "", "next_seq": 3, "unloaded": 0}
+    assert TrainedModel.read(row, anything, anything).next_seq == 3

@@ -36,3 +36,7 @@ class LoopPart(ProgramPart, ABC):
     @abstractmethod
     def loop(self, recipe: Recipe, folder: Path) -> OwnLoop | None:
         """The loop of this run. None: the run is not for this part."""
+
+    @abstractmethod
+    def check(self, recipe: Recipe) -> bool:
+        """Whether the run is for this part. Raises WindfallError, before any process starts, if its loop cannot run."""

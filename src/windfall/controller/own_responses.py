@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from windfall.controller.ledger.episode import Episode
 from windfall.controller.rollout.dispatch import Dispatch
@@ -27,32 +28,38 @@ class OwnResponses:
 
     async def generate(
         self, group: str, episodes: Sequence[Episode], stops: StopStrings | None = None,
-        ended: Callable[[], None] = lambda: None,
+        turn: Callable[[Episode], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
-        """Generate these responses to one prompt. Canceled: no worker goes on with them. `ended`: called for each of
-        them once it is not generated any more."""
-        loop = asyncio.get_running_loop()
-        for episode in episodes:
-            self._waiting[episode.id] = loop.create_future()
-            self._waiting[episode.id].add_done_callback(lambda _: ended())
+        """Generate these responses to one prompt, each within its `turn`. Canceled: no worker goes on with them."""
+        tasks = [asyncio.create_task(self._generate(episode, stops, turn)) for episode in episodes]
         try:
-            for episode in episodes:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._dispatch.group_done(group, len(episodes))
+
+    async def _generate(
+        self, episode: Episode, stops: StopStrings | None,
+        turn: Callable[[Episode], AbstractAsyncContextManager[None]],
+    ) -> None:  # fmt: skip
+        async with turn(episode):
+            self._waiting[episode.id] = ended = asyncio.get_running_loop().create_future()
+            try:
                 self._dispatch.open(episode, self)
                 if stops:
                     self._watch(episode, stops)
-            await asyncio.gather(*(self._waiting[episode.id] for episode in episodes))
-            for episode in episodes:
+                await ended
                 if stops:
                     self._cut_at_stop(episode, stops, whole=True)
                 self._dispatch.close(episode.id)
-        except BaseException:  # raised again: no worker may go on with responses that are not wanted any more
-            self._dispatch.withdraw([e.id for e in episodes if e.id in self._dispatch.ledger.entries])
-            raise
-        finally:
-            for episode in episodes:
+            except BaseException:  # raised again: no worker may go on with a response that is not wanted any more
+                self._dispatch.withdraw([episode.id] if episode.id in self._dispatch.ledger.entries else [])
+                raise
+            finally:
                 self._watched.pop(episode.id, None)
-                self._waiting.pop(episode.id).cancel()
-            self._dispatch.group_done(group, len(episodes))
+                del self._waiting[episode.id]
 
     def _watch(self, episode: Episode, stops: StopStrings) -> None:
         self._watched[episode.id] = episode, stops

@@ -194,7 +194,8 @@ class JobRun:
                 self._on_event(event)
         if resume_check.finished(recipe, self.folder) is not None:
             return None
-        self._say(recipe_check.check(recipe))
+        if report := recipe_check.check(recipe):
+            self._say(report)
         if recipe.fleet.tls_cert:
             self.certificate = tls.first_certificate(recipe.fleet.tls_cert)
         start.clear(self.folder)

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from windfall.errors import WindfallError
+
 SIOCGIFADDR = 0x8915
 """ioctl of Linux: the IPv4 address of an interface."""
 
@@ -86,9 +88,22 @@ def address_toward(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
+    return _bound(host, 0)
+
+
+def check_port(host: str, port: int, fix: str) -> None:
+    """Raises WindfallError with `fix` if nothing can listen there. Port 0 selects a free one."""
+    try:
+        _bound(host, port)
+    except OSError as e:
+        raise WindfallError(f"cannot listen: {e.strerror or e}", where=f"{host}:{port}", fix=fix) from e
+
+
+def _bound(host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as s:
-        s.bind((host, 0))
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((host, port))
         return s.getsockname()[1]
 
 

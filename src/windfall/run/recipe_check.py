@@ -9,8 +9,9 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
-from windfall import algorithms
+from windfall import algorithms, parts
 from windfall.controller.gateway import agents
+from windfall.controller.own_loop import LoopPart
 from windfall.engine.vllm import installed
 from windfall.envs.grade import trial
 from windfall.envs.hosting import recipe_host
@@ -34,8 +35,8 @@ GENERATED_TRACE_S = 24 * 3600.0
 
 
 def check(recipe: Recipe) -> str:
-    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment, and about
-    the policies if there are several."""
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment, if the run
+    has one, and about the policies if there are several."""
     for name in recipe.names():
         check_model(recipe.of(name))
         _check_group_size(recipe.of(name))
@@ -49,6 +50,9 @@ def check(recipe: Recipe) -> str:
     trace_changes(recipe)
     require_tools(recipe.log.model_dump())
     found = [describe_bases(recipe)] if recipe.policies else []
+    loops = [part for part in parts.found() if isinstance(part, LoopPart)]
+    if any(part.check(recipe) for part in loops):  # its loop needs no environment
+        return "; ".join(found)
     if is_agent(recipe):
         found.append(agents.check(recipe))
     if is_agent(recipe) and recipe.task_env is recipe.env:  # it has tasks of its own

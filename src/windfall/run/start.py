@@ -67,7 +67,8 @@ def resume(recipe: Recipe, folder: Path) -> None:
         if steps is not None:
             console.is_finished(steps)
             return
-        console.notice(recipe_check.check(recipe))
+        if report := recipe_check.check(recipe):
+            console.notice(report)
         record(recipe, folder, changes)
         console.resuming(changes, warnings)
         _run(recipe, folder, console)

@@ -37,5 +37,8 @@ class SftPart(LoopPart):
 
         return SupervisedLoop(recipe, folder)
 
+    def check(self, recipe: Recipe) -> bool:
+        return recipe.sft.path is not None
+
 
 PART = SftPart()

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ def _refuse(problems: Sequence[str], rows: int, file: Path, fix: str) -> None:
 
 def _row(data: dict[str, Any], where: str) -> Row | str:
     """The row, or why it cannot be used."""
+    try:
+        json.dumps(data, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as e:
+        return f"{e.object[e.start]!r} is half of a surrogate pair, which no text can have"
     if "messages" in data:
         messages = data["messages"]
         if wrong := _wrong_messages(messages, "messages"):

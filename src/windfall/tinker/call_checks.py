@@ -9,8 +9,10 @@ import math
 
 import numpy as np
 
+from windfall.algorithms.given import Loss
+from windfall.errors import WindfallError
 from windfall.tinker import calls as c
-from windfall.training import Adam, Sample
+from windfall.training import MAX_TOP, Adam, Sample, check_given
 
 MAX_STOPS = 64
 MAX_TOP_K = (1 << 31) - 1
@@ -32,7 +34,7 @@ def why_not(call: c.ModelCall | c.SampleCall, *, context: int, vocabulary: int) 
         case c.OptimStepCall(adam=adam):
             return _wrong_setting(adam)
         case c.LossCall():
-            wrong = (_wrong_sample(sample, context, vocabulary) for sample in call.samples)
+            wrong = (_wrong_sample(sample, call.loss, context, vocabulary) for sample in call.samples)
             return next((f"data[{n}]: {why}" for n, why in enumerate(wrong) if why), "")
         case c.SampleCall():
             return _wrong_prompt(call, context, vocabulary) or _wrong_sampling(call)
@@ -53,7 +55,7 @@ def _wrong_setting(adam: Adam) -> str:
     return "" if all(0 <= beta < 1 for beta in adam.betas) else "adam_params: beta1 and beta2 are from 0 to below 1"
 
 
-def _wrong_sample(sample: Sample, context: int, vocabulary: int) -> str:
+def _wrong_sample(sample: Sample, loss: Loss, context: int, vocabulary: int) -> str:
     """What no pass over the model can compute."""
     if not sample.ids:
         return "it has no tokens"
@@ -65,7 +67,13 @@ def _wrong_sample(sample: Sample, context: int, vocabulary: int) -> str:
     if sample.labels is not None and sample.labels.dtype != np.uint32:
         return "target_tokens are not token ids"
     largest = max(max(sample.ids), 0 if sample.labels is None else int(sample.labels.max(initial=0)))
-    return f"token {largest} is not one of the model's {vocabulary}" if largest >= vocabulary else ""
+    if largest >= vocabulary:
+        return f"token {largest} is not one of the model's {vocabulary}"
+    try:
+        check_given(sample, loss, "")
+    except WindfallError as e:
+        return e.what
+    return ""
 
 
 def _wrong_prompt(call: c.SampleCall, context: int, vocabulary: int) -> str:
@@ -80,6 +88,8 @@ def _wrong_prompt(call: c.SampleCall, context: int, vocabulary: int) -> str:
     if call.max_tokens is not None and call.max_tokens > room:
         have = f"prompt and max_tokens are {len(call.prompt)} + {call.max_tokens} tokens"
         return f"{have}, but together they have at most {context}"
+    if call.prompt_top_k > min(MAX_TOP, vocabulary):
+        return f"topk_prompt_logprobs: {call.prompt_top_k} tokens are more than {min(MAX_TOP, vocabulary)}"
     if call.prompt_last and not (call.prompt_logprobs and call.prompt_last < len(call.prompt)):
         what = f"prompt_logprobs_last_n: {call.prompt_last} of a prompt of {len(call.prompt)} tokens"
         return f"{what}. It needs prompt_logprobs, and at most {len(call.prompt) - 1} tokens."

@@ -31,10 +31,12 @@ from windfall.training import Adam, Sample
 from windfall.types import Sampling
 
 Metadata = dict[str, str]
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+MAX_NUMBER = 1 << 53
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 """A whole number, such as that of a call of a model or a sampler."""
 MAX_TOKEN = 1 << 31
 Token = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKEN)]
+TtlSeconds = Annotated[int, msgspec.Meta(ge=3600, le=10 * 366 * 86400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 """The number of responses to one prompt."""
 
@@ -112,7 +114,7 @@ class SaveWeights(ModelCallBase, frozen=True):
     """Save a checkpoint to continue from, with the state of the optimizer."""
 
     name: str
-    ttl_s: float | None = None
+    ttl_s: TtlSeconds | None = None
     """Seconds after which it is deleted. None: never."""
     overwrite: bool = False
     """Replace a checkpoint of this name; otherwise, it is an error that there is one."""
@@ -128,7 +130,7 @@ class SaveForSampler(ModelCallBase, frozen=True):
     """The number of the sampler in its session, if the weights have no name."""
     live: bool = False
     """All samplers of this kind follow the newest save of the model. Only for weights without a name."""
-    ttl_s: float | None = None
+    ttl_s: TtlSeconds | None = None
     metadata: Metadata = {}
 
 
@@ -217,7 +219,7 @@ Result = ModelReady | ForwardResult | Stepped | WeightsSaved | Sampled
 class Pending:
     why: str = ""
     """What the call waits for; "" if it is being performed or is next."""
-    state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+    state: Literal["active", "paused_capacity"] = "active"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,10 @@ same tokens (bit for bit in deterministic mode).
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import xxhash
 
@@ -30,15 +32,15 @@ class FleetSampler:
         self._responses = OwnResponses(dispatch)
         self.open = OpenResponses(lambda: sum(member.open_slots for member in dispatch.members.here()))
         self._counted: dict[str, tuple[str, Episode, int]] = {}
-        """Responses of the calls that are performed, by id: the account, and how many tokens were counted."""
+        """Responses that are sampled, by id: the account, and how many tokens were counted."""
         self._work = defaultdict[str, float](float)
         """What workers have done for each account since `take_work`."""
 
     async def sample(
-        self, policy: str, id: str, account: str, call: SampleCall, ended: Callable[[], None]
+        self, id: str, account: str, call: SampleCall, place: Callable[[], AbstractAsyncContextManager[str]]
     ) -> tuple[SampledSequence, ...]:
-        """The responses to a call, which `open` has admitted. `ended`: called for each of them when it has ended.
-        Canceled: no worker goes on with them."""
+        """The responses to a call. `place`: each of them is sampled within this context, from the policy that it
+        yields. Canceled: no worker goes on with them."""
         seed = id if call.seed is None else f"seed/{call.seed}"
         room = self._context - len(call.prompt)
         max_tokens = room if call.max_tokens is None else call.max_tokens
@@ -46,19 +48,23 @@ class FleetSampler:
         episodes = [
             Episode(
                 id=f"{id}/{n}", prompt=call.prompt, seed=xxhash.xxh3_64_intdigest(f"{seed}/{n}".encode()),
-                max_tokens=max_tokens, sampling=call.sampling, stop=stop, role=policy,
+                max_tokens=max_tokens, sampling=call.sampling, stop=stop,
             )
             for n in range(call.n)
         ]  # fmt: skip
-        self._work[account] += PREFILLED * len(call.prompt)
-        self._counted |= {episode.id: (account, episode, 0) for episode in episodes}
-        try:
-            stops = StopStrings(call.stop_texts, self._decode)
-            await self._responses.generate(id, episodes, stops, ended)
-        finally:
-            for episode in episodes:
-                self._count(episode.id)
-                del self._counted[episode.id]
+
+        @contextlib.asynccontextmanager
+        async def turn(episode: Episode) -> AsyncIterator[None]:
+            async with place() as episode.role:
+                self._work[account] += PREFILLED * len(call.prompt) * (episode is episodes[0])
+                self._counted[episode.id] = account, episode, 0
+                try:
+                    yield
+                finally:
+                    self._count(episode.id)
+                    del self._counted[episode.id]
+
+        await self._responses.generate(id, episodes, StopStrings(call.stop_texts, self._decode), turn)
         return tuple(
             SampledSequence(tokens=tuple(e.tokens), logprobs=tuple(e.logprobs), stopped=e.finish != "length")
             for e in episodes

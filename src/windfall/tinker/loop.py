@@ -32,6 +32,7 @@ from windfall.tinker.disk.call_log import CallLog
 from windfall.tinker.disk.store import TinkerStore
 from windfall.tinker.fleet_sampler import FleetSampler
 from windfall.tinker.models.adapter_slots import SampleSlots, Trainers, TrainSlots
+from windfall.tinker.part import FIX_PORT
 from windfall.tinker.service import TinkerService
 from windfall.tinker.shared import ServerTerms, SharedParts
 from windfall.tinker.wire.server import TinkerServer
@@ -57,7 +58,7 @@ class TinkerLoop:
                 assert report is not None, "`service` has made it"
                 context = tls.server_context(self.recipe.fleet.model_copy(update=self._certificate()))
                 host = self.section.host or self.recipe.fleet.host
-                port = await server.listen(host, self._port(), "Choose another port: --port, or tinker.port.", context)
+                port = await server.listen(host, self._port(), FIX_PORT, context)
                 try:
                     folders.replace(self.folder / "tinker.json", json.dumps({"port": port}))
                     reached = network.in_url("127.0.0.1" if host in ALL_INTERFACES else host)

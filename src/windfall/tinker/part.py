@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from windfall.recipe.sections import Recipe
     from windfall.tinker.section import TinkerSection
 
+FIX_PORT = "Choose another port: --port, or tinker.port."
+
 
 class TinkerPart(LoopPart):
     name = "tinker"
@@ -41,6 +43,17 @@ class TinkerPart(LoopPart):
         from windfall.tinker.loop import TinkerLoop
 
         return TinkerLoop(recipe, folder)
+
+    def check(self, recipe: Recipe) -> bool:
+        if recipe.tinker.port is None:
+            return False
+        from windfall.link import network
+        from windfall.tinker.accounts import keys
+
+        if (file := recipe.tinker.accounts) is not None:
+            keys.load(file, file.parent)
+        network.check_port(recipe.tinker.host or recipe.fleet.host, recipe.tinker.port, FIX_PORT)
+        return True
 
 
 PART = TinkerPart()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class Samplers:
                 raise Refusal(400, f"sampling session {id} was created with {found.path or 'the base'!r}, not {path!r}")
             await self._shared.store.write(found.row())  # the first request may still wait for the disk
             return found
-        sampler = Sampler(id=id, account=account.name, session=session, created=time.time(), base=terms.base)
+        sampler = Sampler(id=id, account=account.name, session=session, created=time.time())
         if path:
             sampler.path, sampler.folder = path, self._weights.get(account.name, path).folder
             sampler.key = str(sampler.folder)
@@ -88,15 +88,21 @@ class Samplers:
         await self._shared.store.write(found.row())
         return clone
 
+    def new_id(self, call: c.SaveForSampler, session: str) -> str:
+        """The id of the sampler of weights without a name. Raises Refusal if there is one."""
+        id = f"{session}:sample:{call.seq if call.sampler_seq is None else call.sampler_seq}"
+        if id in self.all:
+            raise Refusal(400, f"there is a sampling session {id!r} already. Give every one a number of its own.")
+        return id
+
     async def saved(
-        self, call: c.SaveForSampler, session: str, account: str, folder: Path
+        self, call: c.SaveForSampler, id: str, session: str, account: str, folder: Path
     ) -> tuple[Sampler, set[Path]]:
         """A sampler of weights that were saved without a name. Returns it, and folders that may be removed once it is
         written down."""
-        seq = call.seq if call.sampler_seq is None else call.sampler_seq
         sampler = Sampler(
-            id=f"{session}:sample:{seq}", account=account, session=session, created=time.time(), folder=folder,
-            key=f"live/{call.model}" if call.live else str(folder), base=self._shared.terms.base,
+            id=id, account=account, session=session, created=time.time(), folder=folder,
+            key=f"live/{call.model}" if call.live else str(folder),
         )  # fmt: skip
         replaced = set[Path]()
         if call.live:
@@ -140,9 +146,9 @@ class Samplers:
     def entry(self, account: ApiAccount, call: c.SampleCall, body: bytes) -> Entry:
         """The call, or the one that was made before with its number. Raises Refusal."""
         sampler = self.get(account, call.sampler)
-        id, calls = call_id(sampler.id, call.seq), self._shared.calls
-        entry = calls.entry(id, account, call, body, sampler=sampler.id, seq=call.seq)
-        if calls.get(id) is None:
+        id = call_id(sampler.id, call.seq)
+        entry = self._shared.calls.entry(id, account, call, body, sampler=sampler.id, seq=call.seq)
+        if entry.body:
             self._shared.keys.check_calls(account, entry.size)
             terms = self._shared.terms
             if why := why_not(call, context=terms.context, vocabulary=terms.vocabulary):
@@ -170,18 +176,29 @@ class Samplers:
 
         await shared.until_done(entry, attempt, partial(shared.calls.done, entry), user=True)
 
+    @contextlib.asynccontextmanager
+    async def _place(self, sampler: Sampler, entry: Entry) -> AsyncIterator[str]:
+        """The policy of a sampler, when it is the turn of the account. Until a response of the call has it, `entry.why`
+        says what is waited for."""
+        # First the turn: a response that waits for it keeps no slot from the calls of others.
+        async with self._fleet.open.opened(entry.account):
+            if sampler.folder is None:
+                entry.why = ""
+                yield self._base_policy
+                return
+            entry.why = entry.why and "all adapter slots of the workers are in use"
+            async with self._slots.hold(sampler.key, entry.account, sampler.newest) as policy:
+                entry.why = ""
+                yield policy
+
     async def _sampled(self, sampler: Sampler, entry: Entry, call: c.SampleCall) -> c.Sampled:
-        id, sequences = entry.id, ()
-        async with contextlib.AsyncExitStack() as stack:
-            # First: a call that waits for its turn keeps no slot from the calls of others.
-            ended = await stack.enter_async_context(self._fleet.open.opened(entry.account, call.n))
-            policy = self._base_policy
-            if sampler.folder is not None:
-                policy = await stack.enter_async_context(self._slots.hold(sampler.key, sampler.newest))
-            if call.max_tokens != 0:
-                sequences = await self._fleet.sample(policy, id, entry.account, call, ended)
-            if not call.prompt_logprobs and not call.prompt_top_k:
-                return c.Sampled(sequences=sequences)
+        id, sequences, place = entry.id, (), partial(self._place, sampler, entry)
+        entry.why = "the workers are busy with other calls"
+        if call.max_tokens != 0:
+            sequences = await self._fleet.sample(id, entry.account, call, place)
+        if not call.prompt_logprobs and not call.prompt_top_k:
+            return c.Sampled(sequences=sequences)
+        async with place() as policy:
             trainer = self._shared.trainers.trainers[policy]
             try:
                 async with self._shared.turns.turn(entry.account):

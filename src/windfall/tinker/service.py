@@ -84,7 +84,7 @@ class TinkerService:
         for entry in sorted(repeated, key=lambda entry: entry.seq):
             if (model := self.models.all.get(entry.model)) is not None:
                 model.since.append(entry)
-        # ClientSessions that a killed server was about to end.
+        # Sessions that a killed server was about to end.
         held = [m.session for m in self.models.all.values() if not m.unloaded]
         held += [s.session for s in self.samplers.all.values()]
         for id in {*held} - self.sessions.open.keys():
@@ -116,13 +116,13 @@ class TinkerService:
 
     # calls
 
-    async def submit(self, account: ApiAccount, call: c.Call, body: bytes = b"") -> Entry:
-        """Accept a call, or find the one that was made before with its number. `body`: the encoded call, if the caller
-        has it. Raises Refusal."""
+    async def submit(self, account: ApiAccount, call: c.Call, body: bytes) -> Entry:
+        """Accept a call, or find the one that was made before with its number. `body`: the encoded call. Raises
+        Refusal."""
         accept, begin = self._kinds[type(call)]
-        entry = accept(account, call, body or c.encode(call))
+        entry = accept(account, call, body)
         self.sessions.seen(entry.id)
-        if self.calls.get(entry.id) is None:
+        if entry.body:
             self.calls.add(entry)
             begin(entry)
         if entry.written is not None:
@@ -131,8 +131,8 @@ class TinkerService:
 
     async def outcome(self, account: ApiAccount, id: str, wait_s: float) -> c.Outcome:
         """What came of a call; waits for it for at most `wait_s`."""
-        self.sessions.seen(id)
         entry = self.calls.find(account, id)
+        self.sessions.seen(id)
         return await self.calls.outcome(entry, wait_s) or self._pending(entry)
 
     def _pending(self, entry: Entry) -> c.Pending:
@@ -146,8 +146,9 @@ class TinkerService:
         self, account: ApiAccount, sampler: str, clone: int, cursor: int, wait_s: float
     ) -> tuple[int, list[Entry]]:
         """Calls of a sampler that have had a result since the cursor, and the next cursor."""
-        self.sessions.seen(sampler)
-        return await self.calls.completions(self.samplers.get(account, sampler).id, clone, cursor, wait_s)
+        found = self.samplers.get(account, sampler)
+        self.sessions.seen(found.id)
+        return await self.calls.completions(found.id, clone, cursor, wait_s)
 
     async def cancel(self, account: ApiAccount, id: str) -> None:
         """Stop sampling for a call that nobody waits for. Other calls are performed all the same."""
@@ -167,6 +168,8 @@ class TinkerService:
         why = f"session {session} has ended"
         await self.models.end_session(session, why)
         await self.samplers.end_session(session, why)
+        for model in [model.id for model in self.models.all.values() if model.session == session]:
+            await self.weights.discard_model(model)
 
     async def _tidy(self) -> None:
         pause_s, before = min(TIDY_S, self.terms.session_timeout_s / 2), time.time()

@@ -238,6 +238,11 @@ def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monke
     assert read(log.path) == []
 
 
+def test_ids_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(Recipe(), tmp_path).show(scalar("tinker_model", account="alice", model="1b:train:0", rank=4))
+    assert "alice: model 1b:train:0, rank 4" in capsys.readouterr().out
+
+
 def test_step_without_a_gradient_shows_zero() -> None:
     line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
     assert "nan" not in line

@@ -161,7 +161,7 @@ class Server:
                 await asyncio.sleep(0.01)
         self.url, submit = found.url, self.service.submit
 
-        async def submitted(account: ApiAccount, call: c.Call, body: bytes = b"") -> Entry:
+        async def submitted(account: ApiAccount, call: c.Call, body: bytes) -> Entry:
             self.submitted.append(call)
             return await submit(account, call, body)
 
@@ -186,9 +186,12 @@ class Server:
     async def lose_trainer(self) -> None:
         await asyncio.gather(*(self.run.cut(name) for name in self.run.links))
 
+    async def submit(self, account: ApiAccount, call: c.Call) -> Entry:
+        return await self.service.submit(account, call, c.encode(call))
+
     async def result(self, call: c.Call, account: ApiAccount = ALICE) -> Any:
         """Make a call and wait for its result, over restarts of the server."""
-        return await self.outcome((await self.service.submit(account, call)).id, account)
+        return await self.outcome((await self.submit(account, call)).id, account)
 
     async def outcome(self, id: str, account: ApiAccount = ALICE) -> Any:
         async with asyncio.timeout(WAIT_S):
@@ -235,7 +238,7 @@ class Client:
         )
 
     async def entry(self, call: c.Call) -> Entry:
-        return await self.server.service.submit(self.account, call)
+        return await self.server.submit(self.account, call)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -69,7 +69,7 @@ LINES = {
 class Console:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self._recipe, self._folder = recipe, folder
-        self._out = Terminal(highlight=False, soft_wrap=True)
+        self._out = Terminal(highlight=False, soft_wrap=True, emoji=False)  # an id may have ":train:" in it
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         # The progress bar is shown only on a terminal; a file gets only the lines.
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._out, disable=not self._out.is_terminal)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -36,23 +36,22 @@ class Queues(Generic[T]):
     """Who waits, by account, and for what."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, bool], deque[tuple[asyncio.Future[None], T]]] = {}
+        self._waiting: dict[tuple[str, bool], OrderedDict[asyncio.Future[None], T]] = {}
         """By account, and whether it is for short calls."""
 
     async def wait(self, account: str, item: T, undo: Callable[[], None], *, short: bool = False) -> None:
-        """Wait until `pop` returns this item. `undo`: called if it has, but who waited is canceled."""
-        key, mine = (account, short), (asyncio.get_running_loop().create_future(), item)
-        queue = self._waiting.setdefault(key, deque())
-        queue.append(mine)
+        """Wait until `pop` returns this item. `undo`: called if it has been returned, but the caller is canceled."""
+        key, mine = (account, short), asyncio.get_running_loop().create_future()
+        queue = self._waiting.setdefault(key, OrderedDict())
+        queue[mine] = item
         try:
-            await mine[0]
+            await mine
         except asyncio.CancelledError:
-            if mine[0].done() and not mine[0].cancelled():
+            if mine.done() and not mine.cancelled():
                 undo()
             raise
         finally:
-            if mine in queue:
-                queue.remove(mine)
+            queue.pop(mine, None)
             if not queue and self._waiting.get(key) is queue:
                 del self._waiting[key]
 
@@ -64,7 +63,7 @@ class Queues(Generic[T]):
             key = min(queues, key=lambda key: used(key[0]) - AHEAD_S * key[1], default=None)
             if key is None:
                 return None
-            waiting, item = self._waiting[key].popleft()
+            waiting, item = self._waiting[key].popitem(last=False)
             if not waiting.done():  # otherwise it was canceled, and has not run since
                 waiting.set_result(None)
                 return key[0], item
@@ -157,49 +156,31 @@ class OpenResponses:
     def __init__(self, slots: Callable[[], int]) -> None:
         """`slots`: of all workers together."""
         self._slots = slots
-        self._queues = Queues[int]()
-        self.open: dict[str, int] = {}
+        self._queues = Queues[None]()
+        self.open = Counter[str]()
         """How many responses of each account are open."""
 
     @contextlib.asynccontextmanager
-    async def opened(self, account: str, count: int) -> AsyncIterator[Callable[[], None]]:
-        """Open the responses of a call when it is the turn of the account. Yields what is to be called when one of them
-        has ended. At the end of the context, all have."""
-        await self.admit(account, count)
-        left = count
-
-        def ended() -> None:
-            nonlocal left
-            if left:
-                left -= 1
-                self.ended(account)
-
-        try:
-            yield ended
-        finally:
-            while left:
-                ended()
-
-    async def admit(self, account: str, count: int) -> None:
-        """Wait until the responses of a call may be opened. Each needs `ended`, unless this is canceled."""
+    async def opened(self, account: str) -> AsyncIterator[None]:
+        """Open a response when it is the turn of the account, until the context ends."""
         self.look()
         if self._room():
-            self.open[account] = self.open.get(account, 0) + count
+            self.open[account] += 1
         else:
-            await self._queues.wait(account, count, lambda: self.ended(account, count))
+            await self._queues.wait(account, None, lambda: self._ended(account))
+        try:
+            yield
+        finally:
+            self._ended(account)
 
     def _room(self) -> bool:
-        """Whether one more call may open its responses."""
-        return sum(self.open.values()) < max(LEAST_OPEN, PER_SLOT * self._slots())
+        return self.open.total() < max(LEAST_OPEN, PER_SLOT * self._slots())
 
-    def ended(self, account: str, count: int = 1) -> None:
-        self.open[account] -= count
-        if not self.open[account]:
-            del self.open[account]
+    def _ended(self, account: str) -> None:
+        self.open[account] -= 1
         self.look()
 
     def look(self) -> None:
-        """Admit those who are next while there is room: a response has ended, or a worker has joined."""
-        while self._room() and (found := self._queues.pop(lambda account: self.open.get(account, 0))) is not None:
-            account, count = found
-            self.open[account] = self.open.get(account, 0) + count
+        """Open those that are next while there is room: a response has ended, or a worker has joined."""
+        while self._room() and (found := self._queues.pop(lambda account: self.open[account])) is not None:
+            self.open[found[0]] += 1

@@ -46,7 +46,7 @@ class Entry:
     done: float | None = None
     failed: bool = False
     body: bytes = b""
-    """The call, until it is added."""
+    """The call, until it is added; empty if the call was made before."""
     size: int = 0
     """Bytes of the call while it has no result, then those of the result."""
     kept_bytes: int = 0
@@ -88,7 +88,7 @@ class CallLog:
     def restore(self) -> tuple[list[Entry], list[Entry]]:
         """Read all calls. Returns those without a result, and those that a model may repeat, both in their order."""
         now, open_, repeated = time.time(), list[Entry](), list[Entry]()
-        for row in self._store.rows(f"select {COLUMNS} from call order by created, seq"):
+        for row in self._store.rows(f"select {COLUMNS} from call order by rowid"):
             self._entries[row["id"]] = entry = Entry(**row)
             if entry.done is None:
                 entry.call, entry.body = c.decode_call(entry.body), b""
@@ -146,15 +146,18 @@ class CallLog:
             "call", id=entry.id, account=entry.account, model=entry.model, sampler=entry.sampler, seq=entry.seq,
             digest=entry.digest, created=entry.created, done=None, failed=0, body=entry.body, result=None,
         )  # fmt: skip
+        entry.written = self._store.write(row)
         self._entries[entry.id] = entry
         self._opened(entry)
         entry.body = b""
-        entry.written = self._store.write(row)
 
     async def done(
         self, entry: Entry, result: c.Result | c.FailedCall, *statements: Statement, repeated: bool = False
     ) -> None:
-        """The call has this result, which is committed with the statements. `repeated`: a model may repeat it."""
+        """The call has this result, which is committed with the statements. `repeated`: a model may repeat it. A call
+        that has a result keeps it: nothing is written."""
+        if entry.done is not None:
+            return
         self._keys.open_bytes[entry.account] -= entry.size
         encoded, entry.failed = c.encode(result), isinstance(result, c.FailedCall)
         entry.kept_bytes, entry.size, entry.call = entry.size if repeated else 0, len(encoded), None

@@ -64,7 +64,6 @@ class Sampler:
     folder: Path | None = None
     path: str = ""
     """The saved weights; "" if they have no name, or for the base."""
-    base: str = ""
     clones: int = 0
     used: float = field(default_factory=time.time)
     """When a call for it arrived last, as far as this server knows."""
@@ -75,7 +74,7 @@ class Sampler:
         return self.folder
 
     def row(self) -> Statement:
-        weights = {"key": self.key, "folder": str(self.folder or ""), "path": self.path, "base": self.base}
+        weights = {"key": self.key, "folder": str(self.folder or ""), "path": self.path}
         return TinkerStore.put(
             "sampler", id=self.id, account=self.account, session=self.session, created=self.created,
             weights=weights, clones=self.clones,
@@ -84,4 +83,5 @@ class Sampler:
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Sampler:
         fields = row["weights"] | {key: value for key, value in row.items() if key != "weights"}
+        fields.pop("base", "")  # earlier versions wrote it
         return cls(**{**fields, "folder": Path(fields["folder"]) if fields["folder"] else None})

@@ -6,6 +6,7 @@ A folder of weights stays as long as it has a name, or something uses it: a samp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
@@ -47,6 +48,7 @@ class SavedWeights:
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             for path in self._unused(_contents(folder)):
                 shutil.rmtree(path, ignore_errors=True)
+            _remove_empty(folder)
 
     def folder_of(self, model: str) -> Path:
         """Where everything of a model is saved."""
@@ -108,8 +110,9 @@ class SavedWeights:
         await self.discard({found.folder})
 
     async def discard_model(self, model: str) -> None:
-        """Remove what is unused in the folder of a model."""
+        """Remove what is unused in the folder of a model that is unloaded."""
         await self.discard(_contents(self.folder_of(model)))
+        _remove_empty(self.folder_of(model))
 
     async def discard(self, folders: Collection[Path]) -> None:
         """Remove those of these folders that nothing uses any more."""
@@ -151,3 +154,10 @@ def _contents(model: Path) -> list[Path]:
         *(path for part in parts if part.is_dir() for path in part.iterdir()),
         *(path for path in model.iterdir() if path not in parts),
     ]
+
+
+def _remove_empty(model: Path) -> None:
+    """Remove the folder of a model if nothing is left in it. Nothing may be writing there."""
+    for folder in (*(model / part for part in PARTS.values()), model):
+        with contextlib.suppress(OSError):  # it is not empty, or not there
+            folder.rmdir()

@@ -95,7 +95,11 @@ class TinkerStore:
 
     def write(self, *statements: Statement) -> asyncio.Future[None]:
         """Commit these statements together. The future is done when they are on disk; its error is that of the disk.
-        Need not be awaited by who only wants the order."""
+        A caller that needs only the order need not await it. Raises OverflowError, and writes nothing, for a number
+        that SQLite cannot store."""
+        for value in (value for _, values in statements for value in values):
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise OverflowError(f"{value} has more than 63 bits")
         done: asyncio.Future[None] = self._loop.create_future()
         if self._error is not None:
             done.set_exception(self._error)

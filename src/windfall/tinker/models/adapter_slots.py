@@ -102,7 +102,7 @@ class TrainSlots:
     @contextlib.asynccontextmanager
     async def hold(self, model: TrainedModel) -> AsyncIterator[RemoteTrainer]:
         """A slot with its adapter, for one call. Raises TrainerLost."""
-        async with self._slots.using(model.id) as slot:
+        async with self._slots.using(model.id, model.account) as slot:
             try:
                 trainer = self._trainers.trainers[slot.name]
                 if (before := self._holder(slot.name)) is not model:
@@ -155,10 +155,10 @@ class SampleSlots:
                     await self._bring(slot.name, folder)
 
     @contextlib.asynccontextmanager
-    async def hold(self, key: str, folder: Callable[[], Path]) -> AsyncIterator[str]:
-        """The policy that these weights are. `folder`: where they are, when they get a slot. Raises TrainerLost, and
-        WindfallError if they cannot be loaded."""
-        async with self._slots.using(key) as slot:
+    async def hold(self, key: str, account: str, folder: Callable[[], Path]) -> AsyncIterator[str]:
+        """The policy that these weights are, for a call of the account. `folder`: where they are, when they get a slot.
+        Raises TrainerLost, and WindfallError if they cannot be loaded."""
+        async with self._slots.using(key, account) as slot:
             try:
                 self._wanted[key] = folder()
                 await self._bring(slot.name, folder())

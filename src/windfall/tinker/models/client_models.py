@@ -49,9 +49,9 @@ class ClientModels:
     def new(self, account: ApiAccount, call: c.CreateModel, body: bytes) -> Entry:
         """The call that creates a model, or the one that was made before. Raises Refusal."""
         self._sessions.get(account, call.session)
-        model, calls = f"{call.session}:train:{call.seq}", self.shared.calls
-        entry = calls.entry(call_id(model, 0), account, call, body, model=model)
-        if calls.get(entry.id) is None and model not in self.all:
+        model = f"{call.session}:train:{call.seq}"
+        entry = self.shared.calls.entry(call_id(model, 0), account, call, body, model=model)
+        if entry.body and model not in self.all:
             self.shared.keys.check_models(account, sum(1 for m in self.of(account) if not m.unloaded))
             self._check(account.name, call)
         return entry
@@ -90,7 +90,7 @@ class ClientModels:
             tasks.start(calls.fail([entry], str(e)))
             return
         model = self.all[entry.model] = TrainedModel(
-            id=entry.model, account=entry.account, session=call.session, base=self.shared.terms.base, spec=lora,
+            id=entry.model, account=entry.account, session=call.session, spec=lora,
             created=entry.created, shared=self.shared, weights=self.weights, metadata=call.metadata,
             optimizer=call.optimizer, seen=entry.created,
         )  # fmt: skip
@@ -101,7 +101,8 @@ class ClientModels:
         if source is not None:
             path, model.checkpoint = source.path, model.folder / "start"
             try:
-                await asyncio.to_thread(link_tree, source.folder, model.checkpoint)
+                async with model.busy:
+                    await asyncio.to_thread(link_tree, source.folder, model.checkpoint)
             except WindfallError as e:
                 self.all.pop(model.id, None)
                 model.unloaded = True
@@ -139,7 +140,7 @@ class ClientModels:
             raise Refusal(400, str(e)) from e
         of = self.all[source.model]
         model = self.all[made.model] = TrainedModel(
-            id=made.model, account=made.account, session="", base=of.base, spec=of.spec, created=made.created,
+            id=made.model, account=made.account, session="", spec=of.spec, created=made.created,
             shared=self.shared, weights=self.weights, unloaded=True, seen=made.created,
         )  # fmt: skip
         self.weights.named[made.path] = made
@@ -171,10 +172,10 @@ class ClientModels:
         if model.unloaded:
             return
         model.unloaded = True
-        if model.task is not None:
-            if not model.busy:
+        async with model.busy:
+            if model.task is not None:
                 model.task.cancel()
-            await asyncio.wait([model.task])
+                await asyncio.wait([model.task])
         self.slots.drop(model, gone=True)
         waiting = list(model.waiting.values())
         model.waiting.clear()

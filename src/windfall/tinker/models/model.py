@@ -39,7 +39,6 @@ class TrainedModel:
     id: str
     account: str
     session: str
-    base: str
     spec: c.LoraSpec
     created: float
     shared: SharedParts
@@ -64,8 +63,8 @@ class TrainedModel:
     """Calls that changed something since the last checkpoint, in order."""
     task: asyncio.Task[None] | None = None
     """Performs calls."""
-    busy: bool = False
-    """It is in a slot, and verbs may be on their way."""
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while something is written into its folder, or a call of it is performed. Its end waits for that."""
     _changed_seq: int = 0
     """The last call that changed the weights."""
     _updates: int = 0
@@ -89,8 +88,7 @@ class TrainedModel:
         return sum(entry.kept_bytes for entry in self.since)
 
     def row(self) -> Statement:
-        lora = msgspec.to_builtins(self.spec)
-        spec = {"lora": lora, "base": self.base, "metadata": self.metadata, "optimizer": self.optimizer}
+        spec = {"lora": msgspec.to_builtins(self.spec), "metadata": self.metadata, "optimizer": self.optimizer}
         return TinkerStore.put(
             "model", id=self.id, account=self.account, session=self.session, created=self.created,
             spec=spec, saved_seq=self.saved_seq, folder=str(self.checkpoint or ""),
@@ -101,6 +99,7 @@ class TrainedModel:
     def read(cls, row: Mapping[str, Any], shared: SharedParts, weights: SavedWeights) -> TrainedModel:
         fields = {**row, **row["spec"]}
         lora, folder = fields.pop("lora"), fields.pop("folder")
+        fields.pop("base", "")  # earlier versions wrote it
         fields |= {"spec": c.LoraSpec(**lora), "checkpoint": Path(folder) if folder else None}
         found = cls(**fields, shared=shared, weights=weights, seen=row["created"])
         found.ready.set()
@@ -120,8 +119,9 @@ class TrainedModel:
 
     async def leave(self, trainer: RemoteTrainer) -> None:
         """Save what is not in the last checkpoint, before another model gets the slot."""
-        if self._changed_seq > self.saved_seq:
-            await self.save_state(trainer)
+        async with self.busy:
+            if self._changed_seq > self.saved_seq and not self.unloaded:
+                await self.save_state(trainer)
 
     # calls
 

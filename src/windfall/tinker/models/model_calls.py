@@ -46,7 +46,7 @@ class ModelCalls:
         """The call of a model, or the one that was made before with its number. Raises Refusal."""
         model, shared = self._models.get(account, call.model), self._shared
         entry = shared.calls.entry(call_id(model.id, call.seq), account, call, body, model=model.id, seq=call.seq)
-        if shared.calls.get(entry.id) is not None:
+        if not entry.body:
             return entry
         if model.unloaded:
             raise Refusal(410, f"model {model.id} was unloaded. Create a training client from its saved weights.")
@@ -105,15 +105,19 @@ class ModelCalls:
         call = entry.call
         assert isinstance(call, c.ModelCall), f"{entry.id} has a result"
 
+        finish = partial(self._finish, model, entry)
+        if isinstance(call, c.RefusedCall):
+            await finish(c.FailedCall(message=call.message))
+            return
+
         async def attempt() -> None:
             short = call.short and bool(self._slots.slot_of(model))
             async with self._in_slot(model, short=short) as (trainer, turn):
                 await self._perform(model, trainer, turn, entry, call)
 
         entry.why = "all slots of the trainer are in use by other models" if self._slots.full else ""
-        fail = partial(self._finish, model, entry)
         # An error here means that the model could not be loaded: its slot is empty now.
-        await self._shared.until_done(entry, attempt, fail, user=False, over=lambda: model.unloaded)
+        await self._shared.until_done(entry, attempt, finish, user=False, over=lambda: model.unloaded)
 
     @contextlib.asynccontextmanager
     async def _in_slot(
@@ -122,21 +126,17 @@ class ModelCalls:
         """The model in a slot, when it is the turn of its account. `short`: for milliseconds. Raises TrainerLost, and
         WindfallError if the model cannot be loaded."""
         await self._shared.trainers.ready()
-        async with self._shared.turns.turn(model.account, short=short) as turn, self._slots.hold(model) as trainer:
-            model.busy = True
-            try:
-                yield trainer, turn
-            finally:
-                model.busy = False
+        turns, slots = self._shared.turns, self._slots
+        async with turns.turn(model.account, short=short) as turn, slots.hold(model) as trainer, model.busy:
+            yield trainer, turn
 
     async def _perform(
-        self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry, call: c.ModelCall
-    ) -> None:
+        self, model: TrainedModel, trainer: RemoteTrainer, turn: AccountTurn, entry: Entry,
+        call: c.TrainerCall | c.SaveCall,
+    ) -> None:  # fmt: skip
         """Perform one call, end the turn, and write down the result. Raises TrainerLost."""
         statements, replaced, entry.why = list[Statement](), set[Path](), ""
         try:
-            if isinstance(call, c.RefusedCall):
-                raise Refusal(400, call.message)
             if isinstance(call, c.SaveCall):
                 result, statements, replaced = await self._save(model, trainer, turn, call)
             else:
@@ -179,13 +179,16 @@ class ModelCalls:
         path = path_of(model.id, PARTS[kind], call.name or folder.name)
         before = self._weights.named.get(path)
         if isinstance(call, c.SaveWeights) and before is not None and not call.overwrite:
-            raise WindfallError(f"there are weights {call.name!r} already", where=path, fix="Choose another name.")
+            raise Refusal(400, f"there are weights {call.name!r} already: {path}. Choose another name.")
+        sampler_id = ""
+        if isinstance(call, c.SaveForSampler) and not call.name:
+            sampler_id = self._samplers.new_id(call, model.session)
         if kind == "training":
             await model.save(trainer, folder, optimizer=True)
         else:
             await model.save(trainer, folder, optimizer=False, begun=turn.end)
         if isinstance(call, c.SaveForSampler) and not call.name:
-            sampler, replaced = await self._samplers.saved(call, model.session, model.account, folder)
+            sampler, replaced = await self._samplers.saved(call, sampler_id, model.session, model.account, folder)
             return c.WeightsSaved(path=path, sampler=sampler.id), [sampler.row()], replaced
         saved_bytes, now = await asyncio.to_thread(size, folder), time.time()
         found = self._weights.named[path] = NamedWeights(

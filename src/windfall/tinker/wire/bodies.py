@@ -4,8 +4,8 @@
                           │ 413, 429                      │ 408, 413   │ 400, 413, 415   │ 400, 415
 
 Large bodies are decompressed and decoded in a thread: the event loop answers others meanwhile.
-A body counts for its account and for all accounts together until its request is answered, with the bytes that have
-arrived, then with those after decompression. The SDK sends a request that was refused with 429 again, later.
+A body counts for its account and for all accounts together until its request is answered. It counts with the bytes
+that have arrived; once it is decompressed, with those. The SDK sends a request that was refused with 429 again, later.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from windfall.errors import nearest
-from windfall.tinker.calls import Count, Metadata, Number, Refusal, Token
+from windfall.tinker.calls import MAX_NUMBER, Count, Metadata, Number, Refusal, Token, TtlSeconds
 
 NO_TOKENS = "this server has no access tokens. The owner can call publish_checkpoint_from_tinker_path."
 _LOGPROBS = "this is not supported. Log-probs of the tokens, of the prompt, and topk_prompt_logprobs are."
@@ -29,8 +29,7 @@ UNSUPPORTED = {
 MAX_ECHO = 200
 """Characters of a client's text that an error repeats at most."""
 Name = Annotated[str, Meta(min_length=1)]
-Positive = Annotated[int, Meta(ge=1, lt=1 << 53)]
-TtlSeconds = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
+Positive = Annotated[int, Meta(ge=1, lt=MAX_NUMBER)]
 T = TypeVar("T")
 
 
@@ -156,7 +155,7 @@ class SamplingFields(Struct):
     seed: int | None = None
     stop: str | list[str | Token] | None = None
     temperature: float = 1.0
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 53)] = -1
+    top_k: Annotated[int, Meta(ge=-1, lt=MAX_NUMBER)] = -1
     top_p: float = 1.0
 
 

@@ -39,8 +39,8 @@ def training_run(model: TrainedModel, saved: Sequence[NamedWeights]) -> dict[str
     newest = {kind: next((p for p in saved if p.kind == kind), None) for kind in PARTS}
     last = {kind: None if found is None else checkpoint(found) for kind, found in newest.items()}
     return {
-        "training_run_id": model.id, "base_model": model.base, "model_owner": model.account, "is_lora": True,
-        "corrupted": False, "lora_rank": model.spec.rank, "last_request_time": when(model.seen),
+        "training_run_id": model.id, "base_model": model.shared.terms.base, "model_owner": model.account,
+        "is_lora": True, "corrupted": False, "lora_rank": model.spec.rank, "last_request_time": when(model.seen),
         "last_checkpoint": last["training"], "last_sampler_checkpoint": last["sampler"],
         "user_metadata": model.metadata or None,
     }  # fmt: skip

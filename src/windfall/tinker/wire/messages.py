@@ -35,8 +35,9 @@ TABLE: dict[str, str] = {
     "Tensor": "1 bytes? dense, 2 Opaque sparse_csr, 3 int32 dtype, 4 int64* shape",
     "Opaque": "",
 }
-"""Fields by message: number, type and name. `*`: any number of them; `?`: it is known whether it was set, as it is of
-messages. Maps are lists of messages with `key` and `value`, and enums are integers: both are the same on the wire."""
+"""Fields by message: number, type and name. `*`: any number of them; `?`: a reader can tell whether it was set, as
+it can for messages. Maps are lists of messages with `key` and `value`, and enums are integers: both are the same on
+the wire."""
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 """Values of `dtype`."""
 STOP, LENGTH = 0, 1

@@ -30,7 +30,7 @@ def native(data: bytes) -> Encoded:
     """The call in a body of windfall.client. Raises Refusal."""
     try:
         return c.decode_call(data), data
-    except (msgspec.MsgspecError, ValueError) as e:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise Refusal(400, f"the body is no call in msgpack: {e}. Use windfall.client of this version.") from e
 
 
@@ -52,7 +52,7 @@ def model_call(body: dict[str, Any], convert: Callable[[dict[str, Any]], c.Call]
         return convert(body)
     except Refusal as e:
         model, seq = body.get("model_id"), body.get("seq_id")
-        if isinstance(model, str) and model and isinstance(seq, int) and seq >= 1:
+        if isinstance(model, str) and model and type(seq) is int and 1 <= seq < c.MAX_NUMBER:
             return c.RefusedCall(model=model, seq=seq, message=str(e))
         raise
 

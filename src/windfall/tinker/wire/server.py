@@ -329,20 +329,21 @@ class TinkerServer:
 
     async def _sampler(self, account: ApiAccount, asked: bytes, request: web.Request) -> Answer:
         sampler = self._service.samplers.get(account, request.match_info["sampler"])
-        return {"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None}
+        return {"sampler_id": sampler.id, "base_model": self._service.terms.base, "model_path": sampler.path or None}
 
     # models and their weights
 
     async def _info(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
         model = self._service.models.get(account, asked)
-        data = {"model_name": model.base, "tokenizer_id": self._service.terms.tokenizer}
-        lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": model.base}
+        terms = self._service.terms
+        data = {"model_name": terms.base, "tokenizer_id": terms.tokenizer}
+        lora = {"is_lora": True, "lora_rank": model.spec.rank, "model_name": terms.base}
         return {"type": "get_info", "model_id": model.id, "model_data": data} | lora
 
     async def _weights_info(self, account: ApiAccount, asked: str, request: web.Request) -> Answer:
         found = self._service.weights.get(account.name, asked)
         model = self._service.models.all[found.model]
-        return listings.weights(model.base, model.spec)
+        return listings.weights(self._service.terms.base, model.spec)
 
     async def _copy(self, account: ApiAccount, asked: f.CopyWeightsBody, request: web.Request) -> Answer:
         """The copy is the account's, whatever project it is for."""
@@ -422,7 +423,7 @@ def _refusal(request: web.Request, error: Exception) -> Refusal:
     match error:
         case Refusal():
             return error
-        case web.RequestPayloadError():  # its length or chunks are wrong
+        case web.RequestPayloadError() | ConnectionError():  # its length or chunks are wrong, or the client is gone
             return Refusal(400, f"the body cannot be read: {error}")
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             return Refusal(404, f"{request.method} {request.path}: there is no such request in the SDKs 0.35 to 0.38")

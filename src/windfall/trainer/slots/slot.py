@@ -41,11 +41,9 @@ from windfall.trainer.model.lora import Adapters
 from windfall.trainer.ranks.ranks import Orders
 from windfall.trainer.trained_weights import TrainedWeights
 from windfall.trainer.trainer import TorchTrainer, packs
-from windfall.training import Adam, Report, Sample
+from windfall.training import MAX_TOP, Adam, Report, Sample
 from windfall.weights import adapter_folder
 
-MAX_TOP = 1024
-"""Upper limit for `top_k`: the most likely tokens that a caller may ask for at each position."""
 NO_FLOATS = np.zeros(0)
 
 

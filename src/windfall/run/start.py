@@ -51,10 +51,15 @@ def new_folder(recipe: Recipe) -> Path:
 def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> None:
     """Run training in `folder` until it ends or is stopped. `token`: what workers join with; `secret`: what the other
     machines of the trainer join with. None creates one."""
+    console = Console(recipe, folder)
+    if (wanted := recipe.run.folder / recipe.run.name) != folder:
+        number = int(folder.name.removeprefix(f"{wanted.name}-")) - 1
+        before = wanted.with_name(f"{wanted.name}-{number}") if number > 1 else wanted
+        console.name_is_taken(before, resume_check.describe(before))
     with folders.owned(folder):
         auth.make_token(folder / "token", token)
         auth.make_token(folder / "trainer.secret", secret)
-        _run(recipe, folder, Console(recipe, folder))
+        _run(recipe, folder, console)
 
 
 def resume(recipe: Recipe, folder: Path) -> None:

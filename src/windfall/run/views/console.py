@@ -188,6 +188,12 @@ class Console:
     def page(self, url: str) -> None:
         self._out.print(f"watch the run: {escape(url)}")
 
+    def name_is_taken(self, before: Path, state: str) -> None:
+        """Shown at the start of a run that has another folder than its name says, because an older run has that."""
+        resume = f"; `{_command()} resume {shlex.quote(str(before))}` continues it"
+        more = "" if state.startswith(("running", "finished")) else resume
+        self.notice(f"{before} exists ({state}){more}. This is a new run: {self._folder}")
+
     def is_finished(self, steps: int) -> None:
         self._out.print(f"this run is finished: all {steps} steps are done, and nothing was started")
         more = f"{_command()} resume {_argument(self._folder)} --set run.steps={2 * steps}"

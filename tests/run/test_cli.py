@@ -116,6 +116,8 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["resume", "small"], "Give a folder such as runs/demo."),
         (["eval", "tiny"], "tiny: this checkpoint has no recipe\nGive one with --recipe."),
         (["eval", "started"], "no checkpoint in this run"),
+        (["eval", "./startd"], "no such folder\nDid you mean 'started'?"),
+        (["eval", "small/startd"], "small/startd: no such folder\nDid you mean 'small/started'?"),
         (["generate", "tinny", "--prompt", "x"], "Did you mean 'tiny'?"),
         (["train", "empty.toml"], "empty.toml: the recipe is empty"),
         (["train", "small"], "small: this is a folder, not a recipe"),
@@ -161,6 +163,7 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
 def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: list[str], expected: str) -> None:
     (here / "small").mkdir()
     (here / "started").mkdir()
+    (here / "small" / "started").mkdir()
     (here / "empty.toml").write_text("# nothing yet\n")
     (here / "binary.toml").write_bytes(bytes(range(128, 256)))
     (here / "short.token").write_text("abc\n")
@@ -170,6 +173,29 @@ def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: lis
     assert expected in err
     assert "Traceback" not in err
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["eval", "begun"],
+        ["generate", "begun", "--prompt", "1+1="],
+        ["export", "begun"],
+        ["push", "begun", "me/begun", "--dry-run"],
+        ["top", "begun", "--once"],
+        ["page", "begun"],
+        ["plan", "tiny", "--check", "begun"],
+        ["plan", "small.toml", "--gpus", "1xH100", "--measured", "begun"],
+    ],
+    ids=lambda args: " ".join(args),
+)
+def test_run_is_found_by_its_name_alone(windfall: Windfall, here: Path, args: list[str]) -> None:
+    run = here / "runs" / "begun"
+    run.mkdir(parents=True)
+    shutil.copy("small.toml", run / "recipe.toml")
+    code, _, err = windfall(*args)
+    assert code == 2
+    assert err.startswith("error runs/begun: ")
 
 
 def test_group_size_1_is_accepted_if_the_algorithm_supports_it(windfall: Windfall) -> None:

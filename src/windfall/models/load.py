@@ -54,10 +54,10 @@ def resolve(name: str) -> Path | str:
         if not (path / "config.json").is_file() and not adapter_folder.is_adapter(path):
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path
+    if "/" in name and path.parent.is_dir():  # the user meant a path
+        near = nearest(path.as_posix(), [p.as_posix() for p in path.parent.iterdir() if p.is_dir()])
+        raise WindfallError("no such folder", where=name, fix=near)
     if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
-        if path.parent.is_dir():  # the user meant a path
-            near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
-            raise WindfallError("no such folder", where=name, fix=near)
         return name
     fix = f"{nearest(name, NAMED)} Or give a folder in Hugging Face format, or a hub id such as owner/name."
     raise WindfallError(f"no model {name!r}", fix=fix)

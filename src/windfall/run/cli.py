@@ -152,12 +152,13 @@ def resume(
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.recipe.file import load_recipe
     from windfall.run import start
-    from windfall.run_folder import recipe_file
+    from windfall.run_folder import named, recipe_file
 
     if on:
         submission.part().resume(str(run), on, token, tls_ca, max_usd)
         return
     submission.refuse_options(token=token, max_usd=max_usd is not None)
+    run = named(run)
     start.resume(load_recipe(recipe_file(run), set), run)
 
 
@@ -271,8 +272,9 @@ def top(
 ) -> None:
     """Show the fleet of a run: live while it runs, otherwise its last state."""
     from windfall.run.views import top
-    from windfall.run_folder import recipe_file
+    from windfall.run_folder import named, recipe_file
 
+    run = named(run)
     if top.view_of_part(run) is None:
         recipe_file(run)
     top.show(run, once=once, as_json=as_json)
@@ -327,6 +329,7 @@ def evaluate(
     from windfall.recipe.file import load_recipe
     from windfall.run.commands import offline
 
+    checkpoint = offline.named(checkpoint)
     parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
     models = offline.find_models(checkpoint, parsed, policy)
     own = policy if policy in models else ""
@@ -345,8 +348,9 @@ def export(
 ) -> None:
     """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
     from windfall.run.commands import export as exports
+    from windfall.run_folder import named
 
-    print(exports.export(run, out, policy, gguf))
+    print(exports.export(named(run), out, policy, gguf))
 
 
 def generate(
@@ -369,7 +373,7 @@ def generate(
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path = offline.find_checkpoint(model, policy)
+    path = offline.find_checkpoint(offline.named(model), policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, as_json=as_json)
 

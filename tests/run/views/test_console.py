@@ -135,8 +135,8 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     assert "0.125 before, 0.875 after" in text
     assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in text
     assert "2,000 generated, 500 tok/s" in text
-    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '12+34-5='" in text
-    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in text
+    assert f"windfall generate '{tmp_path / FOLDER}' --prompt '12+34-5='" in text
+    assert f"windfall eval '{tmp_path / FOLDER}'" in text
     assert "resume" not in text
 
 

@@ -240,11 +240,11 @@ class Console:
         models = "policies/" if self._recipe.policies else "checkpoints/"
         out.append(("files", f"{escape(str(self._folder))}  (events.jsonl, recipe.toml, {models})"))
         if finished:
-            saved = {e.get("policy"): e["path"] for e in events if e["name"] == "checkpoint" and "path" in e}
-            models = list(saved.values()) or [self._folder]
+            run = _argument(self._folder)
+            trained = [name for name in self._recipe.names() if self._recipe.is_trained(name)]
             prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
-            tries = [f"generate {_argument(model)} --prompt '{prompt}'" for model in models]
-            tries.append(f"eval {_argument(models[0] if len(models) == 1 else self._folder)}")
+            policies = [f" --policy {name}" if name else "" for name in trained]
+            tries = [*(f"generate {run}{policy} --prompt '{prompt}'" for policy in policies), f"eval {run}"]
             out += [("" if n else "try next", f"{_command()} {what}") for n, what in enumerate(tries)]
         else:
             out.append(("resume with", f"{_command()} resume {_argument(self._folder)}"))

@@ -23,6 +23,8 @@ from windfall.run.views.summary import summarize
 
 LARGE = ("lengths", "replaced", "speeds")
 """Fields of a step event that grow with the number of responses. The summary does not need them."""
+SHOWN_GAIN = 1.05
+"""Drafts that make decoding less than this much faster are not shown."""
 LINES = {
     "resumed": "continuing after step {step}",
     "gateway": "agents reach the policy at {url}",
@@ -213,19 +215,23 @@ class Console:
         extras, policy = "", e.get("policy", "")
         bill, usd = bill_of(e).all, self._costs.since_shown(policy)
         if usd is not None and e["trained"]:
-            extras += f"  {'>' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
+            extras += f"  {'at least ' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
         # With several policies, those that wait much do so for the others.
         last = figures.staleness(e) or (figures.waits(e) if policy else [])
         extras += "".join(f"  {part}" for part in last) + figures.reward_parts(e)
-        extras += "".join(f"  {text}" for text in (long_responses.drafts(e), trainer_memory.update(e)) if text)
+        drafts = long_responses.drafts(e) if (e.get("drafts_gain") or 0.0) >= SHOWN_GAIN else ""
+        extras += "".join(f"  {text}" for text in (drafts, trainer_memory.update(e)) if text)
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):
                 extras += f"  {what} {e[key]}"
         of = f" {policy:<{self._name_width}}" if policy else ""
+        rate = f"{e['tok_per_s']:>7,.0f} tok/s"
+        if e.get("restored") and round(e["tok_per_s"]) == 0:
+            rate = "from the journal"
         return (
             f"step {e['step']:>4}/{self._recipe.run.steps}{of}  reward [bold]{reward}[/]  "
             f"length {e['mean_length']:6.1f}  entropy {entropy}  grad {grad}  "
-            f"{e['tok_per_s']:>7,.0f} tok/s  {e['s']:5.1f} s{extras}"
+            f"{rate}  {e['s']:5.1f} s{extras}"
         )
 
     def summary(self, *, finished: bool) -> None:

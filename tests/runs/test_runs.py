@@ -152,7 +152,7 @@ def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> No
             out, err = process.communicate(timeout=240)
         finally:
             process.kill()
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "Traceback" not in err
     assert "windfall resume runs/small" in out
     assert "press Ctrl-C again" in out

@@ -125,7 +125,7 @@ def train(
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
-    start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret)
+    raise typer.Exit(start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret))
 
 
 def demo(set: Overrides = None) -> None:
@@ -159,7 +159,7 @@ def resume(
         return
     submission.refuse_options(token=token, max_usd=max_usd is not None)
     run = named(run)
-    start.resume(load_recipe(recipe_file(run), set), run)
+    raise typer.Exit(start.resume(load_recipe(recipe_file(run), set), run))
 
 
 def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:

@@ -33,7 +33,7 @@ def sft(
     prepared = supervised(parsed, data)
     folder = start.new_folder(prepared)
     files.record(prepared, folder)
-    start.train(prepared, folder)
+    raise typer.Exit(start.train(prepared, folder))
 
 
 def supervised(recipe: Recipe, data: Path | None) -> Recipe:

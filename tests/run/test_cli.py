@@ -70,6 +70,16 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
     assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
     assert [*shown[:4], *shown[-3:]] == ["demo", "examples", "doctor", "new", "env-server", "serve", "fleet"]
+    result = shown.index("eval")
+    assert shown[result - 2 : result + 4] == ["top", "page", "eval", "generate", "export", "push"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"), [(["help"], ["--help"]), (["help", "fleet", "preview"], ["fleet", "preview", "--help"])]
+)
+def test_help_as_a_command_is_the_option(asked: list[str], option: list[str]) -> None:
+    shown = CliRunner().invoke(cli.app, asked)
+    assert (shown.exit_code, shown.output) == (0, CliRunner().invoke(cli.app, option).output)
 
 
 @pytest.mark.slow

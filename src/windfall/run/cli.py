@@ -30,6 +30,10 @@ from windfall.types import LeaseKind
 
 
 class _Commands(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`windfall help train` is `windfall train --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Suggest a command for one that does not exist; never one that the help does not show."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -402,11 +406,13 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "recipe rollout": recipe_keys,
         "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,
         "resume runs/demo --set run.steps=100": resume,
+    },
+    "Watch": {"top runs/demo": top},
+    "Use the result": {
         "eval runs/demo --tasks 200 --show 3": evaluate,
         "generate tiny --prompt '12+34-5=' --n 4": generate,
         "export runs/demo models/demo": export,
     },
-    "Watch": {"top runs/demo": top},
     "Several jobs": {},
     "Plan": {},
     "Add machines": {

@@ -44,14 +44,16 @@ def push(
     from windfall.errors import WindfallError
     from windfall.hub.contents import contents
     from windfall.hub.repository import Repository
-    from windfall.run_folder import named
+    from windfall.run_folder import named, recipe_file
 
     if out is not None and not dry_run:
         raise WindfallError("only for --dry-run", where="--out", fix="Add --dry-run, or leave out --out.")
+    run = named(run)
+    recipe_file(run)
     to = Repository(repo, private=not public, overwrite=overwrite)
     if not dry_run:
         to.check()
-    with contents(named(run), repo, step=step, policy=policy, merged=merged, base=base) as pushed:
+    with contents(run, repo, step=step, policy=policy, merged=merged, base=base) as pushed:
         if dry_run:
             print(f"wrote {pushed.write(out)}: this is what would be pushed to {repo}")
         else:

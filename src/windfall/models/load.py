@@ -49,7 +49,7 @@ def resolve(name: str) -> Path | str:
             raise WindfallError(f"{name} is not installed", where="model.path", fix="In a clone: make smollm2")
         return converted
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file() and not adapter_folder.is_adapter(path):
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path

@@ -281,6 +281,8 @@ def generate(
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
+    if not all(ids):
+        raise WindfallError("the prompt has no tokens", where="--prompt", fix="Give some text.")
     try:
         longest = longest_of(recipe, model, [max(map(len, ids))])
         engine, _ = build_engine(spec(recipe, model.config, dtype, longest), device, model=model)

@@ -35,6 +35,15 @@ def test_missing_run_is_looked_for_among_runs(tmp_path: Path, monkeypatch: pytes
     assert refused.value.fix == "Did you mean 'runs/small'?"
 
 
+def test_run_is_named_by_its_folder_or_by_its_name_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start.new_folder(Recipe(run=RunSection(name="small")))
+    assert folders.named(Path("small")) == folders.named(Path("runs/small")) == Path("runs/small")
+    assert folders.named(Path("smal")) == Path("smal")
+    Path("small").mkdir()
+    assert folders.named(Path("small")) == Path("small")
+
+
 def test_checking_a_lock_does_not_take_it(tmp_path: Path) -> None:
     assert not folders.held(tmp_path)
     assert list(tmp_path.iterdir()) == []

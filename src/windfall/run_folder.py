@@ -43,6 +43,12 @@ LOCK_TRY_S = 0.3
 """Minimum seconds to try for a lock: a process that only checks whether it is free holds it for microseconds."""
 
 
+def named(run: Path) -> Path:
+    """The folder of the run that a user means: `demo` is `runs/demo`, unless there is such a folder here."""
+    inside = Path("runs") / run
+    return inside if len(run.parts) == 1 and not run.exists() and (inside / "recipe.toml").is_file() else run
+
+
 def recipe_file(run: Path) -> Path:
     """The recipe of the run in this folder. Raises WindfallError if there is no run."""
     check_exists(run)

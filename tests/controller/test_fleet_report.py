@@ -177,8 +177,8 @@ def test_gathering_is_in_the_bill_and_in_the_advice(tmp_path: Path, capsys: pyte
         assert bill.gathering == Gathering(), "nothing since"
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(steps={"": 3}, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
-    saved = "3 moves saved about 4.0 s and $0.40, and released a worker for 9.0 s"
-    assert f"advice: gathering the last responses pays: {saved}" in capsys.readouterr().out
+    saved = "saved about 4.0 s and $0.40 (3 moves), and released a worker for 9.0 s"
+    assert f"advice: moving the last responses of steps together {saved}" in capsys.readouterr().out
 
 
 def test_step_has_what_engines_evicted_and_restored(tmp_path: Path) -> None:

@@ -208,6 +208,14 @@ def test_errors_say_what_to_do(
     assert not hub.files("me/model")
 
 
+def test_folder_that_cannot_be_written_is_named(run: Path, windfall: Windfall) -> None:
+    (run / "exports").touch()
+    code, _, err = windfall("push", str(run), "me/model", "--dry-run")
+    assert code == 2
+    assert f"{run}/exports/push-step-000005: cannot write what would be pushed: " in err
+    assert "Name another folder with --out." in err
+
+
 def test_hub_that_cannot_be_reached(
     run: Path, hub: WritableHub, windfall: Windfall, monkeypatch: pytest.MonkeyPatch
 ) -> None:

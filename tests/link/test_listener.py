@@ -221,6 +221,20 @@ def test_trainer_must_be_on_this_machine(open_gate: OpenGate, monkeypatch: pytes
     asyncio.run(run())
 
 
+def test_port_where_nothing_listens_is_reported_without_tls() -> None:
+    async def run() -> None:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            dialer = sockets_module.Dialer(url, "/worker", m.ToWorker, ssl=None)
+            with pytest.raises(LinkClosed, match=f"{url}: no connection: ") as refused:
+                await dialer.dial()
+            assert "ssl" not in str(refused.value)
+            await dialer.close()
+
+    asyncio.run(run())
+
+
 def test_message_over_the_frame_limit_is_not_sent(sockets: Any) -> None:
     async def run() -> None:
         async with sockets() as (ours, theirs):

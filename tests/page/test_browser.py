@@ -81,7 +81,7 @@ def test_what_drafts_predictions_and_gathering_brought_is_shown(page: Any, serve
     page.get_by_text("drafts: 1.42 tokens per step").wait_for()
     page.get_by_text("correlation within groups 0.70").wait_for()
     page.goto(served.url + "#money")
-    page.get_by_text("gathering the last responses pays: 10 moves").wait_for()
+    page.get_by_text("moving the last responses of steps together saved").wait_for()
 
 
 def test_a_migration_can_be_seen(page: Any, served: Served) -> None:

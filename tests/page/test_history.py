@@ -59,8 +59,8 @@ def test_what_drafts_predictions_and_gathering_brought_is_said() -> None:
         "drafts: 1.42 tokens per step, 38% of 1,000 accepted, 1.21x as fast as without",
         "lengths: predicted within a factor of 1.35 (by the mean of the run: 1.65); correlation within groups 0.70",
     ]
-    saved = "8 moves saved about 6.0 s and $0.04, and released 4 workers for 12.0 s in all"
-    assert history.money()["gathering"] == f"gathering the last responses pays: {saved}"
+    saved = "saved about 6.0 s and $0.04 (8 moves), and released 4 workers for 12.0 s"
+    assert history.money()["gathering"] == f"moving the last responses of steps together {saved}"
     history.add(step(60, 5, drafted=0, predicted=None))
     assert history.full()["notes"] == []
 

@@ -73,37 +73,37 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[env]\nname = 'gym'", "'env.task' is missing"),
         ("[env]\nname = 'custom'\nfactory = 'mine'", "'env.factory' = 'mine': "),
         ("[algorithm]\nname = 'grpp'", "unknown algorithm 'grpp'. Did you mean 'grpo'?"),
-        ("[algorithm]\nimportance = 'clip'", "'algorithm.importance' = 'clip': Input should be 'truncate', 'mask' or"),
+        ("[algorithm]\nimportance = 'clip'", "'algorithm.importance' = 'clip': must be 'truncate', 'mask' or"),
         ("[algorithm]\nimportance = 'mask'\nimportance_cap = 1", "importance = 'mask' needs an importance_cap above 1"),
-        ("[algorithm]\nimportance_cap = 0", "'algorithm.importance_cap' = 0: Input should be greater than 0"),
+        ("[algorithm]\nimportance_cap = 0", "'algorithm.importance_cap' = 0: must be greater than 0"),
         ("[algorithm.options]\nclp = 0.1", "algorithm grpo: unknown option 'clp'. Did you mean 'clip'?"),
         ("[algorithm.options]\nclip = 'wide'", "algorithm grpo: wrong type: clip = 'wide'. Use a value such as 0.2."),
         ("[algorithm.options]\nclip = [1]", "'algorithm.options.clip' = [1]: "),
-        ("[run]\nsteps = 0", "'run.steps' = 0: Input should be greater than or equal to 1"),
-        ("[run]\nsteps = '20'", "'run.steps' = '20': Input should be a valid integer"),
-        ("[run]\nsteps = true", "'run.steps' = True: Input should be a valid integer"),
+        ("[run]\nsteps = 0", "'run.steps' = 0: must be greater than or equal to 1"),
+        ("[run]\nsteps = '20'", "'run.steps' = '20': must be a valid integer"),
+        ("[run]\nsteps = true", "'run.steps' = True: must be a valid integer"),
         ("[run]\nname = '../elsewhere'", "'run.name' = '../elsewhere': "),
-        ("[run]\ndevice = 'tpu'", "'run.device' = 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
-        ("[run]\ndevice = 'cuda:x'", "or String should match pattern"),
-        ("[rollout]\ntop_p = 1.5", "'rollout.top_p' = 1.5: Input should be less than or equal to 1"),
+        ("[run]\ndevice = 'tpu'", "'run.device' = 'tpu': must be 'auto', 'cpu' or 'cuda'"),
+        ("[run]\ndevice = 'cuda:x'", "or must match pattern"),
+        ("[rollout]\ntop_p = 1.5", "'rollout.top_p' = 1.5: must be less than or equal to 1"),
         ("[train]\nbetas = [0.9]", "'train.betas.1' is missing"),
-        ("[train]\ncheckpoint_activations = 'x'", "'train.checkpoint_activations' = 'x': Input should be a valid bool"),
+        ("[train]\ncheckpoint_activations = 'x'", "'train.checkpoint_activations' = 'x': must be a valid bool"),
         ("train = 3", "'train' = 3: this is a section"),
         ("[train]\nlora = 8", "'train.lora' = 8: this is a section"),
-        ("[train.lora]\nrank = 0", "'train.lora.rank' = 0: Input should be greater than or equal to 1"),
-        ("[train.lora]\nalpha = -1.0", "'train.lora.alpha' = -1.0: Input should be greater than 0"),
+        ("[train.lora]\nrank = 0", "'train.lora.rank' = 0: must be greater than or equal to 1"),
+        ("[train.lora]\nalpha = -1.0", "'train.lora.alpha' = -1.0: must be greater than 0"),
         ("[train.lora]\nrnk = 8", "unknown key 'train.lora.rnk'. Did you mean 'rank'?"),
-        ("[train.lora]\ntargets = 'q_proj'", "'train.lora.targets' = 'q_proj': Input should be 'all', or"),
+        ("[train.lora]\ntargets = 'q_proj'", "'train.lora.targets' = 'q_proj': must be 'all', or"),
         (
             "[train.lora]\ntargets = []",
-            "'train.lora.targets' = []: Input should be 'all', or List should have at least",
+            "'train.lora.targets' = []: must be 'all', or must have at least",
         ),
         ("env = 'gym'", "'env' = 'gym': this is a section"),
         ("[train]\nminibatches = 3", "rollout.groups = 32 cannot be split into train.minibatches = 3 equal parts"),
         ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Set rollout.groups to a multiple of train.minibatches."),
-        ("[rollout]\nstaleness = -1", "'rollout.staleness' = -1: Input should be greater than or equal to 0"),
-        ("[rollout]\nstaleness = 1.5", "'rollout.staleness' = 1.5: Input should be a valid integer"),
-        ("[rollout]\non_new_weights = 'stop'", "'rollout.on_new_weights' = 'stop': Input should be 'interrupt' or "),
+        ("[rollout]\nstaleness = -1", "'rollout.staleness' = -1: must be greater than or equal to 0"),
+        ("[rollout]\nstaleness = 1.5", "'rollout.staleness' = 1.5: must be a valid integer"),
+        ("[rollout]\non_new_weights = 'stop'", "'rollout.on_new_weights' = 'stop': must be 'interrupt' or "),
         (ASYNC_AND_DETERMINISTIC, "the order in which responses finish decides what each step is trained on"),
         (ASYNC_AND_DETERMINISTIC, "run.deterministic = true excludes rollout.staleness = 2"),
         ("[run]\ndeterministic = true\n[engine]\nkv_dtype = 'fp8'", "excludes engine.kv_dtype = 'fp8'"),
@@ -152,9 +152,9 @@ def test_training_is_synchronous_unless_the_recipe_says_otherwise() -> None:
 def test_all_invalid_keys_are_reported_at_once(tmp_path: Path) -> None:
     message = refusal(tmp_path, "[run]\nsteps = 0\nsede = 1\n[train]\nlr = -1.0")
     assert [line.partition(": ")[2] if i == 0 else line for i, line in enumerate(message.splitlines())] == [
-        "'run.steps' = 0: Input should be greater than or equal to 1",
+        "'run.steps' = 0: must be greater than or equal to 1",
         "unknown key 'run.sede'. Did you mean 'seed'?",
-        "'train.lr' = -1.0: Input should be greater than 0",
+        "'train.lr' = -1.0: must be greater than 0",
     ]
 
 
@@ -167,13 +167,20 @@ def test_malformed_override_is_refused(tmp_path: Path, text: str) -> None:
     ("text", "expected"),
     [
         ("run.stps=3", "unknown key 'run.stps'. Did you mean 'steps'?"),
-        ("run.steps=many", "'run.steps' = 'many': Input should be a valid integer"),
+        ("run.steps=many", "'run.steps' = 'many': must be a valid integer"),
         ("run.name.first=x", "'name' in 'run.name.first=x' is a value, not a section"),
-        ("train.lr=", "'train.lr' = '': Input should be a valid number"),
+        ("train.lr=", "'train.lr' = '': must be a valid number"),
     ],
 )
 def test_override_with_wrong_key_or_type_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path, "[run]\nname = 'a'", text)
+
+
+def test_wrong_values_of_the_command_line_are_not_those_of_the_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "", "train.lr=-1").startswith("--set: 'train.lr' = -1: must be")
+    file = f"{tmp_path / 'recipe.toml'}: "
+    assert refusal(tmp_path, "[run]\nsteps = 0", "train.lr=-1").startswith(file)
+    assert refusal(tmp_path, "[run]\nsteps = 0", "train.lr=1e-3").startswith(file)
 
 
 CUSTOM = "[env]\nname = 'custom'\nfactory = 'my_task:Sums'\n"

@@ -71,7 +71,7 @@ def test_policies_share_a_base_unless_they_train_all_weights() -> None:
         ({"Solver": {}}, "'policies.Solver' = 'Solver': use up to 32 lowercase letters"),
         ({"a": {"modl": "tiny"}}, "unknown key 'policies.a.modl'. Did you mean 'model'?"),
         ({"a": {"rollout": {"group_size": 4}}}, "'group_size' cannot differ between policies; these can: groups, "),
-        ({"a": {"rollout": {"groups": "4"}}}, "policies.a.rollout.groups: Input should be a valid integer"),
+        ({"a": {"rollout": {"groups": "4"}}}, "policies.a.rollout.groups: must be a valid integer"),
         ({"a": {"train": {"learn": 1.0}}}, "policies.a.train.learn: unknown key. "),
         ({"a": {"train": {"lora": {}}}}, "set policies.a.lora"),
         ({"a": {"train": {"ranks": 2}}}, "'ranks' is not a key for a policy's `train`; set it in [train]"),

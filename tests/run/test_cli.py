@@ -70,6 +70,16 @@ def test_help_shows_the_commands_in_the_order_in_which_a_user_meets_them() -> No
     shown = [name for name in re.findall(r"^│ ([a-z][\w-]*) ", out, re.MULTILINE) if not name.startswith("-")]
     assert sorted(shown) == sorted({path[0] for path in commands(ROOT)})
     assert [*shown[:4], *shown[-3:]] == ["demo", "examples", "doctor", "new", "env-server", "serve", "fleet"]
+    result = shown.index("eval")
+    assert shown[result - 2 : result + 4] == ["top", "page", "eval", "generate", "export", "push"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"), [(["help"], ["--help"]), (["help", "fleet", "preview"], ["fleet", "preview", "--help"])]
+)
+def test_help_as_a_command_is_the_option(asked: list[str], option: list[str]) -> None:
+    shown = CliRunner().invoke(cli.app, asked)
+    assert (shown.exit_code, shown.output) == (0, CliRunner().invoke(cli.app, option).output)
 
 
 @pytest.mark.slow
@@ -116,7 +126,13 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
         (["resume", "small"], "Give a folder such as runs/demo."),
         (["eval", "tiny"], "tiny: this checkpoint has no recipe\nGive one with --recipe."),
         (["eval", "started"], "no checkpoint in this run"),
+        (["eval", "./startd"], "no such folder\nDid you mean 'started'?"),
+        (["eval", "small/startd"], "small/startd: no such folder\nDid you mean 'small/started'?"),
         (["generate", "tinny", "--prompt", "x"], "Did you mean 'tiny'?"),
+        (["generate", "tiny", "--prompt", ""], "--prompt: the prompt has no tokens"),
+        (["train", "small.toml", "--set", "model.path="], "no model ''\nKnown: smollm2-135m, tiny."),
+        (["push", "nosuch", "a/b"], "nosuch: no such run"),
+        (["new", "--model", "tiny", "--data", "no.jsonl"], "no.jsonl: no such file or folder\nGive a JSONL or"),
         (["train", "empty.toml"], "empty.toml: the recipe is empty"),
         (["train", "small"], "small: this is a folder, not a recipe"),
         (["train", "binary.toml"], "binary.toml: not valid TOML: the file is not UTF-8 text"),
@@ -161,6 +177,7 @@ def test_error_shows_an_extra_in_brackets(windfall: Windfall, here: Path, monkey
 def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: list[str], expected: str) -> None:
     (here / "small").mkdir()
     (here / "started").mkdir()
+    (here / "small" / "started").mkdir()
     (here / "empty.toml").write_text("# nothing yet\n")
     (here / "binary.toml").write_bytes(bytes(range(128, 256)))
     (here / "short.token").write_text("abc\n")
@@ -170,6 +187,29 @@ def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: lis
     assert expected in err
     assert "Traceback" not in err
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["eval", "begun"],
+        ["generate", "begun", "--prompt", "1+1="],
+        ["export", "begun"],
+        ["push", "begun", "me/begun", "--dry-run"],
+        ["top", "begun", "--once"],
+        ["page", "begun"],
+        ["plan", "tiny", "--check", "begun"],
+        ["plan", "small.toml", "--gpus", "1xH100", "--measured", "begun"],
+    ],
+    ids=lambda args: " ".join(args),
+)
+def test_run_is_found_by_its_name_alone(windfall: Windfall, here: Path, args: list[str]) -> None:
+    run = here / "runs" / "begun"
+    run.mkdir(parents=True)
+    shutil.copy("small.toml", run / "recipe.toml")
+    code, _, err = windfall(*args)
+    assert code == 2
+    assert err.startswith("error runs/begun: ")
 
 
 def test_group_size_1_is_accepted_if_the_algorithm_supports_it(windfall: Windfall) -> None:

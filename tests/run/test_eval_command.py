@@ -30,5 +30,5 @@ def test_the_reward_says_how_many_responses_were_graded(
     recipe = ["--recipe", "small.toml", *(f"--set={s}" for s in sets)]
     code, out, _ = windfall("eval", "tiny", *recipe, "--tasks", "6")
     assert code == 0
-    assert "reward 1.000 ± 0.000 (standard error) on 6 held-out tasks of every_other:EveryOther" in out
-    assert "2^40 on (3 of 6 responses graded)" in out
+    shown = "reward 1.000 ± 0.000 (standard error) on 6 held-out tasks of every_other:EveryOther"
+    assert f"{shown} (3 of 6 responses graded)" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -26,7 +27,16 @@ def test_local_workers_without_the_chosen_engine_are_refused(workers: dict[str, 
     engine = {"engine": {"name": "vllm"}}
     with pytest.raises(WindfallError, match=r"engine.name: vLLM is not installed"):
         recipe_check.check(parse_recipe({**engine, **workers}, where="here"))
-    recipe_check.check(parse_recipe(engine, where="here"))  # workers of other machines may have it
+    note = "vLLM is not installed on this machine: workers elsewhere must have it; environment Arithmetic: built task"
+    assert recipe_check.check(parse_recipe(engine, where="here")).startswith(note)
+
+
+def test_responses_as_long_as_the_context_are_refused() -> None:
+    slots = {"base": {"frozen": True}, "t": {"slot": "train", "lora": {"rank": 4}}}
+    for max_tokens, policies, is_refused in ((511, {}, False), (512, {}, True), (512, slots, False)):
+        recipe = parse_recipe({"rollout": {"max_tokens": max_tokens}, "policies": policies}, where="here")
+        with pytest.raises(WindfallError, match="context of 512") if is_refused else contextlib.nullcontext():
+            recipe_check.check(recipe)
 
 
 def test_adapter_on_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import json
 import os
@@ -97,6 +99,24 @@ def test_second_ctrl_c_is_offered_only_after_the_first(tmp_path: Path, output: i
     assert "press Ctrl-C again" in output.getvalue()
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("finished", [False, True])
+def test_exit_status_is_that_of_the_signal_unless_the_run_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int, finished: bool
+) -> None:
+    it = supervisor_of(tmp_path)
+
+    async def run() -> bool:
+        os.kill(os.getpid(), number)
+        while not it._processes.stopping:
+            await asyncio.sleep(0.001)
+        return finished
+
+    monkeypatch.setattr(it._processes, "run", run)
+    monkeypatch.setattr(it, "_fork_client", contextlib.nullcontext())
+    assert asyncio.run(it.run()) == (0 if finished else status)
+
+
 @pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
 def test_damaged_failure_report_is_ignored(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".trainer.failure"
@@ -140,7 +160,7 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
         out, err = process.communicate(timeout=240)
     finally:
         process.kill()
-    assert process.returncode in ((0, 130) if when == ".run.lock" else (0,)), out + err
+    assert process.returncode == 130, out + err
     assert "Traceback" not in err
     assert "restarting" not in out
 

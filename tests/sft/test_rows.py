@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.models.test_text import CHATML, tokenizer
 from windfall.errors import WindfallError
@@ -14,6 +15,8 @@ from windfall.models.load import TINY
 from windfall.models.text import Text
 from windfall.models.tokenizer import load
 from windfall.recipe.file import parse_recipe
+from windfall.recipe.sections import Recipe
+from windfall.run import start
 from windfall.sft import command, files, rows
 from windfall.sft.rows import Row
 
@@ -138,11 +141,33 @@ def test_every_row_is_in_every_epoch_once_in_another_order() -> None:
     assert rows.steps_per_epoch(count, size) == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"), [((), 3), (("train.lr=1e-3",), 3), (("run.steps=2",), 2), (("run.steps = 7",), 7)]
+)
+def test_steps_on_the_command_line_replace_those_of_the_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], steps: int
+) -> None:
+    began: list[int] = []
+
+    def train(recipe: Recipe, _: Path) -> int:
+        began.append(recipe.run.steps)
+        return 0
+
+    monkeypatch.setattr(start, "train", train)
+    path = written(tmp_path, *[{"prompt": "a", "completion": "b"}] * 3)
+    file = tmp_path / "recipe.toml"
+    file.write_text("[run]\nsteps = 1000\n[sft]\nbatch = 1\n")
+    with pytest.raises(typer.Exit):
+        command.sft(path, file, [*given, f"run.folder={tmp_path}/runs"])
+    assert began == [steps]
+
+
 def test_recipe_of_a_supervised_run(tmp_path: Path) -> None:
     path = written(tmp_path, *[{"prompt": "a", "completion": "b"}] * 11)
     sections: dict[str, Any] = {"sft": {"batch": 4, "epochs": 3, "held_out": 2}, "fleet": {"workers": 2}}
     made = command.supervised(parse_recipe(sections, where="test"), path)
     assert (made.run.steps, made.fleet.workers, made.fleet.local, made.sft.path) == (9, 0, False, path)
+    assert command.supervised(parse_recipe(sections, where="test"), path, steps=2).run.steps == 2
     (_, train), (_, held_out) = files.read(made)
     assert (len(train), len(held_out)) == (9, 2)
     assert held_out[-1].where.endswith("data.jsonl:11")

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.hostile.checkpoints import CHECKPOINTS, flip, rename_step
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.models import load
@@ -122,6 +123,15 @@ def test_partial_checkpoints_are_never_listed_and_old_ones_are_deleted(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
+def test_run_without_a_checkpoint_says_when_the_first_one_comes(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with pytest.raises(WindfallError, match="no checkpoint in this run") as refused:
+        checkpoint.latest(tmp_path)
+    assert refused.value.fix == f"Continue the run: windfall resume {tmp_path}"
+    with folders.owned(tmp_path), pytest.raises(WindfallError, match=r"after step 2 \(checkpoint.every\)"):
+        checkpoint.latest(tmp_path)
+
+
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system of 16 MB: one checkpoint of the demo's model takes 11 MB."""
@@ -180,8 +190,9 @@ def test_file_in_place_of_the_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(
         WindfallError, match=r"checkpoints/step-000001: the checkpoint cannot be written: NotADirectory"
-    ):
+    ) as refused:
         checkpoint.save(tmp_path / "checkpoints", CheckpointState(step=1, next_task=1), keep=1, **training_objects())
+    assert f"`windfall resume`, which {checkpoint.FROM_JOURNAL}. " in refused.value.fix
 
 
 def saved(folder: Path, *steps: int) -> None:
@@ -216,12 +227,12 @@ def test_damaged_checkpoint_is_an_error_that_names_the_previous_one(
     folder, (file, damage) = Path(shutil.copytree(two_checkpoints, tmp_path / "c")), CHECKPOINTS[kind]
     damage(folder / "step-000004" / file)
     # An edited state.json is detected by its checksum, or without checksums by its content.
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="the run then continues from step-000002") as found:
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="then continues from step-000002") as found:
         checkpoint.newest(folder)
     assert found.value.where == str(folder / "step-000004" / file)
     shutil.rmtree(folder / "step-000004")
     damage(folder / "step-000002" / file)
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="or start a new run"):
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="then starts again from step 1, with the responses"):
         checkpoint.newest(folder)
     assert checkpoint.newest(tmp_path / "nothing") is None
 

@@ -53,9 +53,13 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
     make = user_code.load(factory, where="env.factory")
     try:
         env = make(seed=seed, **options)
+    except WindfallError:
+        raise
     except BaseException as e:  # fault boundary: an environment is foreign code
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
-            raise WindfallError(f"{factory} does not accept these options: {message_of(e)}", where="env.options") from e
+            what = f"{factory} does not accept {', '.join(['seed', *options])}: {message_of(e)}"
+            fix = "Give it parameters for the seed and for all keys of env.options, and for nothing else."
+            raise WindfallError(what, where="env.options" if options else "env.factory", fix=fix) from e
         raise user_code.error(f"building {factory}", e) from e
     env = _with_feedback(env)
     missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]

@@ -24,8 +24,8 @@ def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None)
     if given is not None:
         return describe(given, tasks, evaluation)
     if section.name != "dataset":
-        source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
-        return EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks{source}")
+        source = section.factory if section.name == "custom" else section.name
+        return EvaluationTasks(tasks=tasks, description=f"{tasks} held-out tasks of {source}")
     if tasks == 0:
         return EvaluationTasks(tasks=0, description="nothing")
     split = read_split(section, evaluation)

@@ -39,6 +39,8 @@ def _module(name: str, where: str) -> ModuleType:
         what = f"cannot import {name!r}: there is no module {e.name!r}"
         fix = f"Put it into {os.getcwd()} or into the packages of {sys.executable}."
         raise WindfallError(what, where=where, fix=fix) from e
+    except WindfallError:
+        raise
     except BaseException as e:  # fault boundary: this is foreign code
         raise error(f"importing {name}", e) from e
 
@@ -59,6 +61,8 @@ def _file(path: Path, where: str) -> ModuleType:
         found.loader.exec_module(module)
     except BaseException as e:  # fault boundary: this is foreign code
         del sys.modules[name]
+        if isinstance(e, WindfallError):
+            raise
         raise error(f"importing {path}", e) from e
     return module
 
@@ -73,7 +77,10 @@ def error(doing: str, e: BaseException) -> WindfallError:
     if isinstance(e, SyntaxError):
         line = f"\n    {e.text.strip()}" if e.text else ""
         return WindfallError(f"{doing} found a syntax error: {e.msg}", where=where, fix=f"Correct this line:{line}")
-    frames = traceback.extract_tb(e.__traceback__)[-5:]
+    if isinstance(e, ModuleNotFoundError) and e.name is not None and "." not in e.name:
+        fix = f"Install its package for {sys.executable} (pip install {e.name}), or put it into {os.getcwd()}."
+        return WindfallError(f"{doing} needs the module {e.name!r}, which is not installed", where=where, fix=fix)
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<frozen ")][-5:]
     shown = "\n".join(f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)
     fix = f"The last calls were:\n{shown}"
     return WindfallError(f"{doing} raised {type(e).__name__}: {message_of(e)}", where=where, fix=fix)

@@ -44,9 +44,12 @@ def push(
     from windfall.errors import WindfallError
     from windfall.hub.contents import contents
     from windfall.hub.repository import Repository
+    from windfall.run_folder import named, recipe_file
 
     if out is not None and not dry_run:
         raise WindfallError("only for --dry-run", where="--out", fix="Add --dry-run, or leave out --out.")
+    run = named(run)
+    recipe_file(run)
     to = Repository(repo, private=not public, overwrite=overwrite)
     if not dry_run:
         to.check()

@@ -10,18 +10,18 @@ Large files are sent from where they are. Only a merged model is written first, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windfall import __version__
 from windfall import run_folder as folders
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, unwritable
 from windfall.events.log import Event, read
 from windfall.hub import licenses, model_card, picture
 from windfall.models import load
@@ -79,15 +79,16 @@ class Contents:
                 else:
                     shutil.copyfile(data, work / file)
             work.rename(folder)
+        except OSError as e:
+            raise unwritable("what would be pushed", folder, e, "Name another folder with --out.") from e
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def contents(run: Path, repo: str, *, step: int | None, policy: str, merged: bool, base: str) -> Iterator[Contents]:
     """The files to push. A merged model exists until the context ends."""
-    folders.recipe_file(run)
     policy = folders.choose_policy(run, policy)
     whole = load_recipe(run / "recipe.toml")
     if policy and whole.policies[policy].frozen:
@@ -103,9 +104,10 @@ def contents(run: Path, repo: str, *, step: int | None, policy: str, merged: boo
         what = f"the base of this adapter is {model_card.short(recipe.model.path)}, which is not on the hub"
         fix = "Add --merged to push the whole model, or name the base with --base OWNER/NAME if the hub has it."
         raise WindfallError(what, where=str(path), fix=fix)
-    with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as work:
+    with contextlib.ExitStack() as stack:
         source = path
         if merged:
+            work = stack.enter_context(tempfile.TemporaryDirectory(prefix=".push-", dir=run))
             source = export.export(path, Path(work) / "merged").folder
         files: dict[str, Path | bytes] = {f.name: f for f in sorted(source.iterdir()) if f.is_file()}
         if is_adapter and not merged:

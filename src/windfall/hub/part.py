@@ -13,7 +13,7 @@ class HubPart(ProgramPart):
     def commands(self) -> Sequence[Command]:
         from windfall.hub.command import push
 
-        return [Command(panel="Train", example="push runs/demo owner/name --dry-run", function=push)]
+        return [Command(panel="Use the result", example="push runs/demo owner/name --dry-run", function=push)]
 
 
 PART = HubPart()

@@ -233,6 +233,8 @@ def _why_no_link(error: Exception, timeout_s: float) -> str:
             return f"no TLS: {error.os_error}. If the run has no TLS, its address begins with http://"
         case aiohttp.ServerDisconnectedError() | ConnectionResetError() | aiohttp.ClientOSError(errno=errno.ECONNRESET):
             return "closed without an answer. If the run has TLS, its address begins with https://"
+        case aiohttp.ClientConnectorError():  # its own text speaks of ssl, also without TLS
+            return f"no connection: {error.os_error.strerror or error.os_error}"
         case _:
             return str(error) or type(error).__name__
 

@@ -13,8 +13,6 @@ loaded as its base model with the adapter merged into it, so everything that tak
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 from windfall.errors import WindfallError, nearest
 from windfall.models import multimodal
+from windfall.run_folder import read_json
 from windfall.weights import adapter_folder, merged
 from windfall.weights.adapter_folder import AdapterBase
 
@@ -50,14 +49,14 @@ def resolve(name: str) -> Path | str:
             raise WindfallError(f"{name} is not installed", where="model.path", fix="In a clone: make smollm2")
         return converted
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file() and not adapter_folder.is_adapter(path):
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path
+    if "/" in name and path.parent.is_dir():  # the user meant a path
+        near = nearest(path.as_posix(), [p.as_posix() for p in path.parent.iterdir() if p.is_dir()])
+        raise WindfallError("no such folder", where=name, fix=near)
     if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
-        if path.parent.is_dir():  # the user meant a path
-            near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
-            raise WindfallError("no such folder", where=name, fix=near)
         return name
     fix = f"{nearest(name, NAMED)} Or give a folder in Hugging Face format, or a hub id such as owner/name."
     raise WindfallError(f"no model {name!r}", fix=fix)
@@ -65,14 +64,17 @@ def resolve(name: str) -> Path | str:
 
 def check_kind(name: str) -> None:
     """Refuse a model that reads more than text, as far as its config.json is on this machine. Uses no network."""
+    multimodal.refuse(config(name), name)
+
+
+def config(name: str) -> dict[str, Any]:
+    """The configuration of a model, or of the base of an adapter. Empty if it is not on this machine. Uses no
+    network."""
     where = resolve(name)
     if isinstance(where, Path) and adapter_folder.is_adapter(where):
-        check_kind(adapter_base(where))
-        return
+        return config(adapter_base(where))
     file = where / "config.json" if isinstance(where, Path) else _cached_config(where)
-    with contextlib.suppress(OSError, ValueError):  # loading it reports that
-        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-        multimodal.refuse(config, name)
+    return (read_json(file) if file is not None else None) or {}  # loading it reports what is wrong with it
 
 
 def load(name: str, *, dtype: str, device: str) -> Any:

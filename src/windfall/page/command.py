@@ -25,6 +25,9 @@ def page(
     samples: Annotated[bool, typer.Option(help="Include the sampled responses.")] = True,
 ) -> None:
     """Write the page of a run, or of several beside each other, as one file for a browser."""
+    from windfall.run_folder import named
+
+    runs = [named(run) for run in runs]
     path = write(runs, out or runs[0] / "page.html", samples=samples)
     print(path)
     if open:

@@ -22,6 +22,7 @@ from windfall.plan.run import recipe, run_log
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
 from windfall.providers import trace
 from windfall.recipe.file import dump_recipe, load_recipe
+from windfall.run_folder import named
 
 OBJECTIVES = ("throughput", "cost", "deadline")
 BUDGET_MACHINE = 8
@@ -62,7 +63,7 @@ def main(
         fix = "Leave it out; [[device]] of a cluster file can have measured times (docs/plan.md)."
         raise WindfallError("this is for runs with one policy", where="--measured", fix=fix)
     if measured_in is not None:
-        seen = run_log.speeds(run_log.events_of(measured_in), str(measured_in))
+        seen = run_log.speeds(run_log.events_of(named(measured_in)), str(measured_in))
         work = run_log.with_lengths(work, seen.lengths, seen.prompt_tokens)
         made = run_log.with_speeds(made, seen, work)
     request = PlanRequest(
@@ -96,6 +97,7 @@ def main(
 
 def check(run: Path, *, as_json: bool = False) -> None:
     """`windfall plan --check RUN`: what was planned beside what was measured."""
+    run = named(run)
     planned, events = run_log.planned_run(run)
     parts = run_log.check(planned, events, str(run))
     if as_json:

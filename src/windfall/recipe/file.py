@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from windfall import parts
 from windfall.errors import WindfallError, nearest, newer_format
 from windfall.recipe import shipped
 from windfall.recipe.env_sections import ENVS
+from windfall.recipe.section_base import explained
 from windfall.recipe.sections import Recipe
 from windfall.recipe.unknown_keys import REMOVED, suggestion
 
@@ -33,9 +34,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     if not data and not overrides:
         fix = 'Set at least a model and an environment, such as [model] path = "tiny"; see recipes/demo.toml.'
         raise WindfallError("the recipe is empty", where=str(path), fix=fix)
-    for text in overrides or []:
-        _override(data, text)
-    return parse_recipe(data, where=str(path))
+    return parse_recipe(data, where=str(path), overrides=overrides or ())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.toml") if path.name != "pyproject.toml")
 
 
-def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Recipe:
+def parse_recipe(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         _override(data, text)
     data = {**data}
@@ -73,7 +72,10 @@ def parse_recipe(data: dict[str, Any], where: str, overrides: Iterable[str] = ()
     try:
         return Recipe.model_validate(data)
     except ValidationError as e:
-        raise WindfallError("\n".join(_explain(e.errors(), data)), where=where) from None
+        lines = _explain(e.errors(), data)
+        given = tuple(text.partition("=")[0].strip() for text in overrides)
+        where = "--set" if all(key.startswith(given) for key in lines) else where
+        raise WindfallError("\n".join(lines.values()), where=where) from None
 
 
 def _check_format(number: Any, where: str) -> None:
@@ -108,15 +110,15 @@ def _override(data: dict[str, Any], text: str) -> None:
     data[last] = parsed
 
 
-def _explain(errors: Iterable[Any], data: dict[str, Any]) -> list[str]:
-    """One line per invalid key: which key, what is wrong, and the nearest valid key."""
+def _explain(errors: Iterable[Any], data: dict[str, Any]) -> dict[str, str]:
+    """A line for every invalid key: which key, what is wrong, and the nearest valid key."""
     lines: dict[str, str] = {}
     for error in errors:
         path = _path(error, data)
         name = ".".join(path)
         # Pydantic reports one error for each type that the value may have.
-        lines[name] = f"{lines[name]}, or {error['msg']}" if name in lines else _line(error, path, data)
-    return list(lines.values())
+        lines[name] = f"{lines[name]}, or {explained(error['msg'])}" if name in lines else _line(error, path, data)
+    return lines
 
 
 def _path(error: Any, data: Any) -> list[str]:
@@ -133,7 +135,7 @@ def _path(error: Any, data: Any) -> list[str]:
 
 
 def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
-    name, message = ".".join(path), error["msg"].removeprefix("Value error, ")
+    name, message = ".".join(path), explained(error["msg"])
     match error["type"]:
         case "extra_forbidden":
             return f"unknown key '{name}'. {parts.restore(path[-1]) or suggestion(path, data)}"

@@ -22,6 +22,15 @@ FilePath = Annotated[Path, Field(strict=False)]
 """Not strict, because TOML has only strings, no paths."""
 
 
+def explained(message: str) -> str:
+    """What pydantic says of a value, in the words of windfall's errors.
+
+    >>> explained("Input should be a valid number"), explained("Value error, write it as 3")
+    ('must be a valid number', 'write it as 3')
+    """
+    return re.sub(r"^(Input|String|List|Tuple|Dictionary) should ", "must ", message).removeprefix("Value error, ")
+
+
 def _check_function(name: str) -> str:
     if not re.fullmatch(r"[\w.]+:\w+", name):
         meant = suggested_name(name) or '"package.module:name"'

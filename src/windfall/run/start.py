@@ -48,16 +48,22 @@ def new_folder(recipe: Recipe) -> Path:
     raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
 
 
-def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> None:
-    """Run training in `folder` until it ends or is stopped. `token`: what workers join with; `secret`: what the other
-    machines of the trainer join with. None creates one."""
+def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> int:
+    """Run training in `folder` until it ends or is stopped; returns the exit status (supervisor.py). `token`: what
+    workers join with; `secret`: what the other machines of the trainer join with. None creates one."""
+    console = Console(recipe, folder)
+    if (wanted := recipe.run.folder / recipe.run.name) != folder:
+        number = int(folder.name.removeprefix(f"{wanted.name}-")) - 1
+        before = wanted.with_name(f"{wanted.name}-{number}") if number > 1 else wanted
+        console.name_is_taken(before, resume_check.describe(before))
     with folders.owned(folder):
         auth.make_token(folder / "token", token)
         auth.make_token(folder / "trainer.secret", secret)
-        _run(recipe, folder, Console(recipe, folder))
+        return _run(recipe, folder, console)
 
 
-def resume(recipe: Recipe, folder: Path) -> None:
+def resume(recipe: Recipe, folder: Path) -> int:
+    """Continue a run; returns the exit status."""
     console = Console(recipe, folder)
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
@@ -66,12 +72,12 @@ def resume(recipe: Recipe, folder: Path) -> None:
         steps = resume_check.finished(recipe, folder)
         if steps is not None:
             console.is_finished(steps)
-            return
+            return 0
         if report := recipe_check.check(recipe):
             console.notice(report)
         record(recipe, folder, changes)
         console.resuming(changes, warnings)
-        _run(recipe, folder, console)
+        return _run(recipe, folder, console)
 
 
 def record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
@@ -103,12 +109,13 @@ def clear(folder: Path) -> None:
     auth.make_token(folder / "trainer.secret")
 
 
-def _run(recipe: Recipe, folder: Path, console: Console) -> None:
+def _run(recipe: Recipe, folder: Path, console: Console) -> int:
     clear(folder)
     console.starting("; ".join(filter(None, dict.fromkeys(_preparations(recipe, folder)))))
     with console:
         try:
-            done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
+            status = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
         except asyncio.CancelledError:  # after a second Ctrl-C
             raise KeyboardInterrupt from None
-    console.summary(finished=done)
+    console.summary(finished=status == 0)
+    return status

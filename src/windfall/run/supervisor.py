@@ -4,8 +4,9 @@ The processes of this machine end with the supervisor, however it ends (see pare
 end when it stops them, or when they find no controller for a while. Kubernetes is the exception: a Deployment restarts
 such workers until a person deletes it (docs/guides/kubernetes.md).
 
-On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
-killed at once.
+On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. The exit status is then that of a
+program that the signal ended (130 or 143): a script must not take a stopped run for a finished one. On the second, all
+processes are killed at once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Supervisor:
         self._console = console
         self._token = auth.read_token(folder / "token")
         self._join_shown = False
+        self._stopped_by = signal.SIGTERM
         environment = {**os.environ, "WINDFALL_TOKEN": self._token}
         if recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(recipe.fleet.tls_cert)
@@ -51,10 +53,10 @@ class Supervisor:
             recipe, folder, self._fork_client, environment, notice=console.notice, on_event=self._show, places=places
         )
 
-    async def run(self) -> bool:
-        """Returns True if the run is finished, False if it was stopped."""
+    async def run(self) -> int:
+        """Returns the exit status: 0 if the run is finished, or 128 plus the number of the signal that stopped it."""
         async with self._handling_signals(), self._fork_client:
-            return await self._processes.run()
+            return 0 if await self._processes.run() else 128 + self._stopped_by
 
     def _show(self, event: log.Event) -> None:
         if event["name"] == "stopping" and not self._processes.stopping:
@@ -84,8 +86,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
 
-        def on_signal() -> None:
+        def on_signal(number: signal.Signals) -> None:
             if not self._processes.stopping:
+                self._stopped_by = number
                 self._processes.stop()
                 return
             self._fork_client.kill()  # kills the trainer and all workers, too
@@ -95,7 +98,7 @@ class Supervisor:
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         for number in numbers:
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
         try:
             yield
         finally:

@@ -30,15 +30,17 @@ def sft(
     from windfall.sft import files
 
     parsed = load_recipe(recipe, set) if recipe is not None else parse_recipe({}, where="--set", overrides=set or ())
-    prepared = supervised(parsed, data)
+    chosen = any(text.partition("=")[0].strip() == "run.steps" for text in set or ())
+    prepared = supervised(parsed, data, steps=parsed.run.steps if chosen else None)
     folder = start.new_folder(prepared)
     files.record(prepared, folder)
-    start.train(prepared, folder)
+    raise typer.Exit(start.train(prepared, folder))
 
 
-def supervised(recipe: Recipe, data: Path | None) -> Recipe:
+def supervised(recipe: Recipe, data: Path | None, steps: int | None = None) -> Recipe:
     """The recipe of a supervised run: with its data and number of steps, without workers and environment. Raises
-    WindfallError if the data cannot be used."""
+    WindfallError if the data cannot be used. `steps`: by default they follow from the epochs, because run.steps of a
+    recipe may be for reinforcement learning."""
     from windfall.run.recipe_check import check_model
     from windfall.sft import files, rows
 
@@ -53,7 +55,8 @@ def supervised(recipe: Recipe, data: Path | None) -> Recipe:
     check_model(recipe)
     changed = recipe.model_copy(update={"sft": section})
     (_, train), _ = files.read(changed)
-    steps = section.epochs * rows.steps_per_epoch(len(train), section.batch)
+    if steps is None:
+        steps = section.epochs * rows.steps_per_epoch(len(train), section.batch)
     sources = dict.fromkeys(recipe.fleet.sources)
     fleet = {"local": False, "workers": 0, "workers_max": 0, **sources}
     sections = {

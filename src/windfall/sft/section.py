@@ -14,7 +14,7 @@ class SftSection(Section):
     path: FilePath | None = None
     """Data set: a JSONL or parquet file. The argument of `windfall sft` comes first."""
     epochs: Count = 1
-    """How many times each row is trained on. `windfall sft` derives run.steps from it."""
+    """How many times each row is trained on. `windfall sft` derives run.steps from it, unless --set gives that."""
     batch: Count = 32
     """Rows per optimizer update."""
     max_tokens: int = Field(default=0, ge=0)

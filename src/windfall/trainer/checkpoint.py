@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ import xxhash
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError, newer_format
+from windfall.recipe.file import load_recipe
 from windfall.training import CheckpointState
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import STATE, AdapterBase
@@ -49,6 +51,8 @@ _BASE_KEYS = {"path", "dtype", "digest"}
 _LISTS = ("open_tasks", "replay", "selection")
 CHECKSUMS = "windfall/checksums.json"
 _ALGORITHM = "xxh3_128"
+FROM_JOURNAL = "starts again from step 1, with the responses that the journal still has"
+"""What a resumed run without a checkpoint does."""
 _MODEL, _ADAPTER = "config.json", "adapter_config.json"
 
 
@@ -58,10 +62,9 @@ class DamagedCheckpoint(WindfallError):
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
         found = list_checkpoints(checkpoint.parent)
         older = found[: found.index(checkpoint)] if checkpoint in found else []
-        rest = f"remove that folder: the run then continues from {older[-1].name}" if older else "start a new run"
-        super().__init__(
-            f"damaged: {why}", where=str(checkpoint / file), fix=f"Restore the file from a copy, or {rest}."
-        )
+        goes_on = f"continues from {older[-1].name}" if older else FROM_JOURNAL
+        fix = f"Restore the file from a copy, or remove {checkpoint}: `windfall resume` then {goes_on}."
+        super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
 
 
 def name(step: int) -> str:
@@ -124,7 +127,11 @@ def latest(run: Path, policy: str = "") -> VerifiedCheckpoint:
     folder = folders.policy_folder(run, policy)
     found = newest(folder / "checkpoints", optimizer=False)
     if found is None:
-        fix = "Start the run again with `windfall train`."
+        fix = f"Continue the run: windfall resume {shlex.quote(str(run))}"
+        if folders.held(run):
+            recipe = load_recipe(folders.recipe_file(run))
+            first = min(recipe.checkpoint.every, recipe.run.steps)
+            fix = f"The run goes on, and saves the first one after step {first} (checkpoint.every)."
         raise WindfallError(f"no checkpoint in this {'policy' if policy else 'run'}", where=str(folder), fix=fix)
     return found
 
@@ -245,13 +252,13 @@ def _write(
 def _unwritten(final: Path, error: Exception) -> WindfallError:
     """The error for a checkpoint that could not be written."""
     before = list_checkpoints(final.parent)
-    start = f"which continues from {before[-1].name}" if before else "which starts again, as there is no checkpoint yet"
+    goes_on = f"continues from {before[-1].name}" if before else FROM_JOURNAL
     try:
         free = f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB are free there)"
     except OSError:
         free = ""
     fix = (
-        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, {start}. "
+        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, which {goes_on}. "
         "checkpoint.keep sets how many checkpoints are kept."
     )
     why = f"{type(error).__name__}: {error}"

@@ -76,5 +76,8 @@ def test_parts_of_a_split() -> None:
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="This does it: hf download OWNER/NAME --repo-type dataset"):
         find(tmp_path / "openai" / "gsm8k")
+    with pytest.raises(WindfallError, match="no such file or folder") as missing:
+        find(tmp_path / "rows.jsonl")
+    assert "hf download" not in missing.value.fix
     with pytest.raises(WindfallError, match="no data in this folder"):
         find(tmp_path)

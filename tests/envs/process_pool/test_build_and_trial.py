@@ -34,10 +34,14 @@ def refused(env: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, build_s:
     [
         ("def task(:\n", "broken_env.py:1: importing broken_env found a syntax error"),
         ("\n\n1 / 0\n", "broken_env.py:3: importing broken_env raised ZeroDivisionError"),
-        ("import no_such_thing\n", "broken_env.py:1: importing broken_env raised ModuleNotFoundError"),
+        (
+            "import no_such_thing\n",
+            "broken_env.py:1: importing broken_env needs the module 'no_such_thing', which is not installed",
+        ),
+        ("import json.decode\n", "broken_env.py:1: importing broken_env raised ModuleNotFoundError"),
         ("import sys\nsys.exit(4)\n", "broken_env.py:2: importing broken_env raised SystemExit: 4"),
         ("x = 1\n", "env.factory: there is no 'Env' in broken_env"),
-        ("class Env:\n    def __init__(self):\n        pass\n", "does not accept these options"),
+        ("class Env:\n    def __init__(self):\n        pass\n", "env.factory: broken_env:Env does not accept seed: "),
         ("class Env:\n    def __init__(self, seed):\n        self.f()\n", "broken_env.py:3: building broken_env:Env"),
         ("class Env:\n    def __init__(self, seed):\n        pass\n", "returned a Env without task and feedback"),
         ("raise KeyboardInterrupt\n", "broken_env.py:1: importing broken_env raised KeyboardInterrupt"),
@@ -59,6 +63,28 @@ def test_broken_module_is_refused_with_file_and_line(
 ) -> None:
     (tmp_path / "broken_env.py").write_text(source)
     assert says in refused("broken_env:Env", tmp_path, monkeypatch)
+
+
+def test_package_that_an_environment_lacks_is_named_without_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_env.py").write_text("import broken_part\n")
+    (tmp_path / "broken_part.py").write_text("import no_such_thing\n")
+    said = refused("broken_env:Env", tmp_path, monkeypatch)
+    assert f"{tmp_path / 'broken_part.py'}:1: " in said
+    assert f"(pip install no_such_thing), or put it into {tmp_path}." in said
+    (tmp_path / "broken_part.py").write_text("1 / 0\n")
+    assert "<frozen" not in refused("broken_env:Env", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("inside", ["", "class Env:\n    def __init__(self, seed):\n        "])
+@pytest.mark.parametrize("spec", ["broken_env:Env", "broken_env.py:Env"])
+def test_refusal_of_an_environment_is_passed_on(
+    inside: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = "raise WindfallError('no game is installed', where='env.options.game', fix='Install it.')\n"
+    (tmp_path / "broken_env.py").write_text(f"from windfall.errors import WindfallError\n{inside}{refusal}")
+    assert refused(spec, tmp_path, monkeypatch) == "env.options.game: no game is installed\nInstall it."
 
 
 def test_missing_module_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

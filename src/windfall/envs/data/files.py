@@ -59,8 +59,10 @@ def find(path: Path, split: str | None = None, subset: str | None = None, *, key
             raise WindfallError(what, where=str(path), fix=fix)
         return DataFiles(files=(path,), split="", bounds=bounds)
     if not path.is_dir():
-        fix = "Give a JSONL or parquet file, or the folder of a Hugging Face data set; nothing is downloaded.\n"
-        fix += f"This does it: hf download OWNER/NAME --repo-type dataset --local-dir {path}"
+        fix = "Give a JSONL or parquet file, or the folder of a Hugging Face data set; nothing is downloaded."
+        if path.suffix not in SUFFIXES:
+            fix += f"\nThis does it: hf download OWNER/NAME --repo-type dataset --local-dir {path}"
+            fix += "\nFor a recipe that comes with windfall, the README beside it has the whole command."
         raise WindfallError("no such file or folder", where=f"{key}.path = {path}", fix=fix)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         fix = "Write it as parquet: for each split, dataset.to_parquet('FOLDER/SPLIT.parquet')."

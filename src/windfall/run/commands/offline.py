@@ -47,6 +47,12 @@ from windfall.weights.merged import MergedWeights
 from windfall.worker.worker_link import Pull, PulledWeights
 
 
+def named(model: str) -> str:
+    """The run that a user means by its name alone, unless windfall has a model of that name."""
+    run = folders.named(Path(model))
+    return model if model in load.NAMED or run == Path(model) else str(run)
+
+
 def find_checkpoint(name: str, policy: str = "") -> str:
     """The path of a model; for a run, that of its newest checkpoint. `policy`: which one, if the run has several. One
     that is not trained and has no checkpoint is the model that it began with."""
@@ -275,6 +281,8 @@ def generate(
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
+    if not all(ids):
+        raise WindfallError("the prompt has no tokens", where="--prompt", fix="Give some text.")
     try:
         longest = longest_of(recipe, model, [max(map(len, ids))])
         engine, _ = build_engine(spec(recipe, model.config, dtype, longest), device, model=model)

@@ -99,11 +99,8 @@ def describe_data(data: Path) -> dict[str, Any]:
 def response_tokens(model: str) -> int:
     """A length of responses that leaves half of the model's context for prompts, as far as its files are here."""
     from windfall.models import load
-    from windfall.run_folder import read_json
 
-    where = load.resolve(model)
-    config: dict[str, Any] = (read_json(where / "config.json") or {}) if isinstance(where, Path) else {}
-    return min(MAX_TOKENS, config.get("max_position_embeddings", 2 * MAX_TOKENS) // 2)
+    return min(MAX_TOKENS, load.config(model).get("max_position_embeddings", 2 * MAX_TOKENS) // 2)
 
 
 def recipe(

@@ -23,6 +23,8 @@ from windfall.run.views.summary import summarize
 
 LARGE = ("lengths", "replaced", "speeds")
 """Fields of a step event that grow with the number of responses. The summary does not need them."""
+SHOWN_GAIN = 1.05
+"""Drafts that make decoding less than this much faster are not shown."""
 LINES = {
     "resumed": "continuing after step {step}",
     "gateway": "agents reach the policy at {url}",
@@ -188,6 +190,12 @@ class Console:
     def page(self, url: str) -> None:
         self._out.print(f"watch the run: {escape(url)}")
 
+    def name_is_taken(self, before: Path, state: str) -> None:
+        """Shown at the start of a run that has another folder than its name says, because an older run has that."""
+        resume = f"; `{_command()} resume {shlex.quote(str(before))}` continues it"
+        more = "" if state.startswith(("running", "finished")) else resume
+        self.notice(f"{before} exists ({state}){more}. This is a new run: {self._folder}")
+
     def is_finished(self, steps: int) -> None:
         self._out.print(f"this run is finished: all {steps} steps are done, and nothing was started")
         more = f"{_command()} resume {_argument(self._folder)} --set run.steps={2 * steps}"
@@ -207,19 +215,23 @@ class Console:
         extras, policy = "", e.get("policy", "")
         bill, usd = bill_of(e).all, self._costs.since_shown(policy)
         if usd is not None and e["trained"]:
-            extras += f"  {'>' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
+            extras += f"  {'at least ' if bill.unpriced_s > 0 else ''}${usd / e['trained'] * 1e6:,.2f}/M tok"
         # With several policies, those that wait much do so for the others.
         last = figures.staleness(e) or (figures.waits(e) if policy else [])
         extras += "".join(f"  {part}" for part in last) + figures.reward_parts(e)
-        extras += "".join(f"  {text}" for text in (long_responses.drafts(e), trainer_memory.update(e)) if text)
+        drafts = long_responses.drafts(e) if (e.get("drafts_gain") or 0.0) >= SHOWN_GAIN else ""
+        extras += "".join(f"  {text}" for text in (drafts, trainer_memory.update(e)) if text)
         for key, what in (("missing", "rewards missing"), ("grader_errors", "grader errors"), ("skipped", "skipped")):
             if e.get(key):
                 extras += f"  {what} {e[key]}"
         of = f" {policy:<{self._name_width}}" if policy else ""
+        rate = f"{e['tok_per_s']:>7,.0f} tok/s"
+        if e.get("restored") and round(e["tok_per_s"]) == 0:
+            rate = "from the journal"
         return (
             f"step {e['step']:>4}/{self._recipe.run.steps}{of}  reward [bold]{reward}[/]  "
             f"length {e['mean_length']:6.1f}  entropy {entropy}  grad {grad}  "
-            f"{e['tok_per_s']:>7,.0f} tok/s  {e['s']:5.1f} s{extras}"
+            f"{rate}  {e['s']:5.1f} s{extras}"
         )
 
     def summary(self, *, finished: bool) -> None:
@@ -234,11 +246,11 @@ class Console:
         models = "policies/" if self._recipe.policies else "checkpoints/"
         out.append(("files", f"{escape(str(self._folder))}  (events.jsonl, recipe.toml, {models})"))
         if finished:
-            saved = {e.get("policy"): e["path"] for e in events if e["name"] == "checkpoint" and "path" in e}
-            models = list(saved.values()) or [self._folder]
+            run = _argument(self._folder)
+            trained = [name for name in self._recipe.names() if self._recipe.is_trained(name)]
             prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
-            tries = [f"generate {_argument(model)} --prompt '{prompt}'" for model in models]
-            tries.append(f"eval {_argument(models[0] if len(models) == 1 else self._folder)}")
+            policies = [f" --policy {name}" if name else "" for name in trained]
+            tries = [*(f"generate {run}{policy} --prompt '{prompt}'" for policy in policies), f"eval {run}"]
             out += [("" if n else "try next", f"{_command()} {what}") for n, what in enumerate(tries)]
         else:
             out.append(("resume with", f"{_command()} resume {_argument(self._folder)}"))

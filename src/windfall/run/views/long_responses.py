@@ -42,18 +42,19 @@ def predicted(found: Mapping[str, Any]) -> str:
 def gathering(found: Mapping[str, Any]) -> str:
     """From `gathering` of a bill, or of fleet.json. Empty if it brought nothing.
 
-    >>> gathering({"moves": 23, "released": 4, "freed_s": 31.0, "sooner_s": 12.2, "usd": 0.4})
-    'gathering the last responses pays: 23 moves saved about 12.2 s and $0.40, and released 4 workers for 31.0 s in all'
+    >>> gathering({"moves": 5, "released": 1, "freed_s": 9.0, "sooner_s": 2.2, "usd": 0.4})
+    'moving the last responses of steps together saved about 2.2 s and $0.40 (5 moves), and released a worker for 9.0 s'
     >>> gathering({"moves": 2, "released": 0, "freed_s": 0.0, "sooner_s": -0.8, "usd": -0.02})
-    'gathering the last responses does not pay here: 2 moves cost about 0.8 s and $0.02'
+    'moving the last responses of steps together cost about 0.8 s and $0.02 (2 moves)'
     """
     if not found.get("moves") or (abs(found["sooner_s"]) < SHOWN_SAVED_S and not found["released"]):
         return ""
     sooner_s, usd = found["sooner_s"], abs(found["usd"])
-    pays, brought = ("pays", "saved") if sooner_s >= 0 else ("does not pay here", "cost")
+    brought = "saved" if sooner_s >= 0 else "cost"
     value = f"{abs(sooner_s):,.1f} s" + (f" and ${usd:,.2f}" if usd >= SHOWN_USD else "")
     released = ""
     if count := found["released"]:
-        workers, in_all = ("a worker", "") if count == 1 else (f"{count} workers", " in all")
-        released = f", and released {workers} for {found['freed_s']:,.1f} s{in_all}"
-    return f"gathering the last responses {pays}: {found['moves']} moves {brought} about {value}{released}"
+        workers = "a worker" if count == 1 else f"{count} workers"
+        released = f", and released {workers} for {found['freed_s']:,.1f} s"
+    what = "moving the last responses of steps together"
+    return f"{what} {brought} about {value} ({found['moves']} moves){released}"

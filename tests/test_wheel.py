@@ -22,8 +22,8 @@ SHORT = [
 ]  # fmt: skip
 
 
-def call(*command: object, folder: Path) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+def call(*command: object, folder: Path, **more: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))} | more
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, f"{' '.join(words)}:\n{done.stdout}{done.stderr}"
@@ -61,12 +61,18 @@ def test_lock_file_has_the_dependencies_of_the_project_and_public_addresses_only
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    call(sys.executable, "-m", "build", "--outdir", folder, ROOT, folder=folder)
+    call(sys.executable, "-m", "twine", "check", "--strict", *folder.iterdir(), folder=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_wheel_in_an_empty_environment(tmp_path: Path) -> None:
-    call(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT, folder=tmp_path)
-    call(sys.executable, "-m", "twine", "check", "--strict", *(tmp_path / "dist").iterdir(), folder=tmp_path)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith(("windfall/", "windfall-")) for name in names)
     for file in ("shipped/recipes/demo.toml", "models/base_models/tiny/model.safetensors", "page/static/page.js"):
@@ -88,3 +94,30 @@ def test_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     call(windfall, "train", "recipes/from-trl/recipe.toml", "--dry-run", folder=work)
     call(python, "-m", "pip", "install", "--no-index", "windfall[slurm]", folder=work)  # as errors say it
     call(windfall, "train", "recipes/solver-verifier.toml", "--dry-run", folder=work)
+
+
+def indexes_of_pip() -> dict[str, str]:
+    """Variables that give uv the package indexes that pip is set to; uv does not read pip's settings."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60
+    )
+    found = dict(re.findall(r"^\S+?\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE))
+    names = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+    given = {name: found[key].replace("\\n", " ") for key, name in names.items() if key in found}
+    return given | {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # the best version of all indexes, as pip chooses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_uv_installs_the_wheel_and_runs_it_without_installing(wheel: Path, tmp_path: Path) -> None:
+    call(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
+    call(tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", "uv", folder=tmp_path)
+    uv, uvx = tmp_path / "venv" / "bin" / "uv", tmp_path / "venv" / "bin" / "uvx"
+    places = {name: str(tmp_path / name) for name in ("UV_TOOL_DIR", "UV_TOOL_BIN_DIR", "UV_CACHE_DIR")}
+    given = {**indexes_of_pip(), **places, "UV_PYTHON_DOWNLOADS": "never"}
+    same = ("--constraints", ROOT / "constraints" / "cpu.txt", "--python", sys.executable)
+    call(uv, "tool", "install", *same, wheel, folder=tmp_path, **given)
+    sets = [word for value in SHORT for word in ("--set", value)]
+    assert "finished" in call(tmp_path / "UV_TOOL_BIN_DIR" / "windfall", "demo", *sets, folder=tmp_path)
+    call(uvx, *same, "--from", wheel, "windfall", "token", "run.token", folder=tmp_path, **given)
+    assert (tmp_path / "run.token").is_file()

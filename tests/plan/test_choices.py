@@ -18,6 +18,7 @@ from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
+from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], delta=0.025)
@@ -154,6 +155,14 @@ def test_workers_are_there_when_the_simulation_of_a_plan_begins() -> None:
     alone = planner.plans(request("1xH100", work=SMALL))[0]
     figures = [recipe.simulate(plan, asked, Recipe()).tok_per_s for plan in (both, alone)]
     assert figures[0] > 1.5 * figures[1]
+
+
+def test_a_limit_of_turns_does_not_cut_the_response_that_stands_for_a_session() -> None:
+    """The simulation ended every response of recipes/smollm2-frozen-lake.toml after one token."""
+    asked = request("1xH100", work=SMALL)
+    plan = planner.plans(asked)[0]
+    plain, turns = Recipe(), parse_recipe({"rollout": {"turn_tokens": 1}}, "test")
+    assert recipe.simulate(plan, asked, turns) == recipe.simulate(plan, asked, plain)
 
 
 def test_responses_of_the_trainers_own_engine_stand_still_while_it_trains() -> None:

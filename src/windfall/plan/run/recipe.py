@@ -189,7 +189,7 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
-    if path not in load.NAMED and not Path(path).expanduser().is_dir():
+    if path != "tiny" and not Path(path).expanduser().is_dir():
         return find_model(path)[1]
     load.check_kind(path)
     file = Path(load.resolve(path)) / "config.json"
@@ -425,6 +425,7 @@ def _simulated_recipe(plan: RunPlan, request: PlanRequest, base: Recipe) -> Reci
                 "groups": work.groups,
                 "group_size": work.group_size,
                 "max_tokens": work.max_tokens,
+                "turn_tokens": 0,  # a session is planned as one turn
                 "staleness": work.staleness,
             },
             "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},

@@ -1,15 +1,16 @@
-"""Write what `windfall plan` predicts for the recipes of Qwen3 into their READMEs and into docs/known-recipes.md:
-`python scripts/recipe_plans.py`."""
+"""Write what `windfall plan` predicts for the recipes of Qwen3, and what its simulation shows, into their READMEs and
+into docs/known-recipes.md: `python scripts/recipe_plans.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from windfall.errors import WindfallError
 from windfall.plan.options import plan
 from windfall.recipe.file import load_recipe
 
@@ -17,7 +18,14 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = sorted({file.parent for file in (ROOT / "recipes").glob("*/qwen3-*.toml")})
 PAGE = ROOT / "docs" / "known-recipes.md"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
-CLUSTERS = {"three H100, reserved": "1xH100 + 2xH100", "one reserved, two spot": "1xH100 + 2xH100:spot"}
+CLUSTERS = {
+    "one H100": "1xH100",
+    "three H100, reserved": "1xH100 + 2xH100",
+    "one reserved, two spot": "1xH100 + 2xH100:spot",
+}
+
+NOT_SIMULATED = "dapo-math"
+"""The folder whose simulations take minutes: steps of 1,024 long responses, in the order of their expected lengths."""
 
 
 def recipes(folder: Path) -> list[Path]:
@@ -27,29 +35,44 @@ def recipes(folder: Path) -> list[Path]:
     )
 
 
-def best_plan(file: Path, gpus: str) -> dict[str, Any]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        plan(str(file), gpus=gpus, top=1, simulate=False, as_json=True)
+def best_plan(file: Path, gpus: str) -> dict[str, Any] | None:
+    """None: these GPUs are too few. Trainers of several policies do not generate."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            plan(str(file), gpus=gpus, top=1, simulate=file.parent.name != NOT_SIMULATED, as_json=True)
+    except WindfallError:
+        return None
     return json.loads(printed.getvalue())["plans"][0]
 
 
-def time_and_price(hours: float, usd: float) -> str:
+def duration(hours: float) -> str:
     """
-    >>> time_and_price(0.31, 6.95), time_and_price(12.6, 125.4)
-    ('19 min, $6.95', '12.6 h, $125')
+    >>> duration(0.31), duration(12.6)
+    ('19 min', '12.6 h')
     """
-    took = f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.1f} h"
-    return f"{took}, ${usd:.{2 if usd < 10 else 0}f}"
+    return f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.1f} h"
 
 
-def rows(folder: Path) -> Iterator[str]:
-    for file in recipes(folder):
-        recipe, plans = load_recipe(file), [best_plan(file, gpus) for gpus in CLUSTERS.values()]
-        trains = "all weights" if recipe.train.lora is None and not recipe.policies else "adapters"
-        cells = [f"`{file.relative_to(ROOT)}`", trains, str(recipe.run.steps)]
-        cells.append(f"{max(p['training_gb'] for p in plans):.0f} GB")
-        cells += [time_and_price(p["hours"], p["usd"]) for p in plans]
-        yield f"| {' | '.join(cells)} |"
+def times_and_price(plan: dict[str, Any] | None) -> str:
+    """Predicted time, simulated time, and the price of the latter, or of the former if nothing was simulated.
+
+    >>> speeds = {"simulated": True, "tok_per_s": 200.0, "predicted_tok_per_s": 100.0}
+    >>> times_and_price({"hours": 0.5, "usd": 6.95, **speeds})
+    '1.0 h / 30 min, $6.95'
+    """
+    if plan is None:
+        return "-"
+    predicted = plan["hours"] * plan["tok_per_s"] / plan["predicted_tok_per_s"]
+    simulated = duration(plan["hours"]) if plan["simulated"] else "-"
+    return f"{duration(predicted)} / {simulated}, ${plan['usd']:.{2 if plan['usd'] < 10 else 0}f}"
+
+
+def row(file: Path) -> str:
+    recipe, plans = load_recipe(file), [best_plan(file, gpus) for gpus in CLUSTERS.values()]
+    trains = "all weights" if recipe.train.lora is None and not recipe.policies else "adapters"
+    cells = [f"`{file.relative_to(ROOT)}`", trains, str(recipe.run.steps)]
+    cells.append(f"{max(p['training_gb'] for p in plans if p is not None):.0f} GB")
+    return f"| {' | '.join([*cells, *map(times_and_price, plans)])} |"
 
 
 def table(folders: Sequence[Path]) -> str:
@@ -57,7 +80,7 @@ def table(folders: Sequence[Path]) -> str:
     lines = [
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
-        *(row for folder in folders for row in rows(folder)),
+        *(row(file) for folder in folders for file in recipes(folder)),
     ]
     return "\n".join(lines)
 

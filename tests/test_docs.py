@@ -39,12 +39,29 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", recipe_plans.FOLDERS, ids=lambda folder: folder.name)
-def test_pages_of_recipes_have_what_is_planned(folder: Path) -> None:
+def test_pages_of_recipes_have_what_is_planned_and_simulated(folder: Path) -> None:
     made = recipe_plans.table([folder])
     assert recipe_plans.between((folder / "README.md").read_text()) == made, "python scripts/recipe_plans.py"
-    rows = made.split("\n", 2)[2]
+
+
+@pytest.mark.parametrize("folder", recipe_plans.FOLDERS, ids=lambda folder: folder.name)
+def test_the_page_of_recipes_has_the_rows_of_every_folder(folder: Path) -> None:
+    rows = recipe_plans.between((folder / "README.md").read_text()).split("\n", 2)[2]
+    assert len(rows.splitlines()) == len(recipe_plans.recipes(folder))
     assert rows in recipe_plans.between(recipe_plans.PAGE.read_text()), "python scripts/recipe_plans.py"
+
+
+def test_a_recipe_is_planned_and_simulated_on_one_gpu() -> None:
+    file = ROOT / "recipes" / "gsm8k" / "qwen3-0.6b.toml"
+    plan = recipe_plans.best_plan(file, "1xH100")
+    assert plan is not None
+    assert plan["simulated"]
+    assert plan["tok_per_s"] == pytest.approx(plan["predicted_tok_per_s"], rel=0.15)
+    rows = recipe_plans.between(recipe_plans.PAGE.read_text()).splitlines()
+    cells = next(row for row in rows if "gsm8k/qwen3-0.6b.toml" in row).split(" | ")
+    assert cells[4] == recipe_plans.times_and_price(plan), "python scripts/recipe_plans.py"
 
 
 def test_the_site_lists_every_page_once() -> None:

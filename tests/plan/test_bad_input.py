@@ -32,7 +32,7 @@ def plan(what: str = "8B", **keys: Any) -> None:
         ({"gpus": "many"}, "cannot parse"),
         ({"budget": "0/h"}, "not a budget"),
         ({"budget": "0.1/h"}, "buys no GPU"),
-        ({"gpus": "16xH100", "budget": "8/h"}, "is not enough"),
+        ({"gpus": "16xH100", "budget": "7/h"}, r"is not enough: the cheapest plan costs \$7.36"),
         ({}, "nothing says which GPUs"),
         ({"gpus": "8xH100", "objective": "deadline"}, "needs a time"),
         ({"gpus": "8xH100", "objective": "deadline", "deadline": 0.001}, "not possible"),
@@ -47,6 +47,16 @@ def plan(what: str = "8B", **keys: Any) -> None:
 def test_bad_options_are_explained(keys: dict, what: str) -> None:
     with pytest.raises(WindfallError, match=what):
         plan(**keys)
+
+
+def test_one_gpu_without_room_for_both_says_what_would_help() -> None:
+    with pytest.raises(WindfallError, match="beside 140 GB of training state and weights on each H200") as raised:
+        plan("32B", gpus="1xH200", overrides=["train.lora.rank=16"])
+    assert (
+        "the trainer's own engine needs 2.2 GB for one response of 8,448 tokens; 124 GB can be used"
+        in raised.value.what
+    )
+    assert raised.value.fix == "Add a GPU that generates; or lower rollout.max_tokens."
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,17 @@ from tests.support.fleets.fixed_plans import fixed_plan
 from windfall.errors import WindfallError
 from windfall.plan import choose, command, report
 from windfall.plan.model import cluster, cost_model, devices
-from windfall.plan.model.cost_model import Efficiency, ZonePull
+from windfall.plan.model.cost_model import DoesNotFit, Efficiency, ZonePull
 from windfall.plan.model.workload import MODELS, Workload, model
 from windfall.plan.run import recipe
 from windfall.plan.search import planner
 from windfall.plan.search.plan import LOSSES_PER_H, PlanRequest, SpotMarket
+from windfall.recipe.file import parse_recipe
 from windfall.recipe.sections import Recipe
 
 WORK = Workload(shape=MODELS["Qwen3-8B"], delta=0.025)
+SMALL = Workload(shape=MODELS["Qwen3-0.6B"], prompt_tokens=130, median_tokens=220.0, max_tokens=768, delta=0.025)
+"""That of recipes/gsm8k/qwen3-0.6b.toml."""
 README = "8xH100 + 6x2xH100:spot"
 MARKET = SpotMarket(losses_per_h=LOSSES_PER_H, assumed=True)
 
@@ -119,7 +122,57 @@ def test_trainers_own_engine_is_planned_where_it_fits_and_helps() -> None:
     assert not recipe.write(off, asked, Recipe()).fleet.local
     large = replace(WORK, shape=MODELS["Qwen3-32B"])
     trained = cost_model.fsdp(large, devices.find("H200"), 8, 8, 1e9, Efficiency())
-    assert cost_model.own_engine(large, trained, 8, Efficiency()) is None
+    with pytest.raises(DoesNotFit, match=r"engine needs 2\.2 GB for one response of 8,448 tokens"):
+        cost_model.own_engine(large, trained, 8, Efficiency())
+
+
+def test_one_gpu_trains_and_generates_in_turn() -> None:
+    """It was refused: "training and rollout do not fit on this cluster at the same time"."""
+    asked = request("1xH100", work=SMALL)
+    choice = choose.best(asked, Recipe(), simulate=True)
+    (plan, found), written = choice.ranked[0], recipe.write(choice.ranked[0].plan, asked, Recipe())
+    assert plan.name == "train 1 H100; roll out the trainer's own engine"
+    assert (written.fleet.local, written.fleet.workers, plan.usd_per_h) == (True, 0, 7.36)
+    assert plan.own is not None
+    assert plan.training.memory_bytes < plan.own.memory_bytes < 0.88 * 80e9
+    assert found is not None
+    for staleness in (0, 1):
+        made = planner.plans(replace(asked, work=replace(SMALL, staleness=staleness)))[0]
+        assert made.step_s == pytest.approx(made.train_s + made.rollout_s)
+    assert plan.tok_per_s == pytest.approx(found.tok_per_s, rel=0.15)
+    text = "\n".join(report.report("Qwen3-0.6B", asked, choice))
+    assert "in turn on the same GPUs" in text
+    assert f"steps of {plan.work.tokens / found.tok_per_s:.3g} s take" in text
+    assert "the trainer's own 52.7 GB with the training state" in text
+
+
+def test_workers_are_there_when_the_simulation_of_a_plan_begins() -> None:
+    """They booted for a minute, in which the trainer's own engine had generated all simulated steps."""
+    asked = request("1xH100 + 2xH100:spot", work=SMALL)
+    kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
+    both = fixed_plan(asked, "H100", 1, {(kinds["spot"], 1): 2}, own=True)
+    assert both is not None
+    alone = planner.plans(request("1xH100", work=SMALL))[0]
+    figures = [recipe.simulate(plan, asked, Recipe()).tok_per_s for plan in (both, alone)]
+    assert figures[0] > 1.5 * figures[1]
+
+
+def test_a_limit_of_turns_does_not_cut_the_response_that_stands_for_a_session() -> None:
+    """The simulation ended every response of recipes/smollm2-frozen-lake.toml after one token."""
+    asked = request("1xH100", work=SMALL)
+    plan = planner.plans(asked)[0]
+    plain, turns = Recipe(), parse_recipe({"rollout": {"turn_tokens": 1}}, "test")
+    assert recipe.simulate(plan, asked, turns) == recipe.simulate(plan, asked, plain)
+
+
+def test_responses_of_the_trainers_own_engine_stand_still_while_it_trains() -> None:
+    """With staleness, plans counted on long responses being elsewhere, and promised 1.5 times the simulated speed."""
+    asked = request("8xH100", work=SMALL)
+    kind = next(iter(asked.cluster.kinds()))
+    plan = fixed_plan(asked, "H100", 2, {(kind, 1): 6}, own=True)
+    assert plan is not None
+    assert plan.tail_s > plan.train_s
+    assert plan.tok_per_s == pytest.approx(recipe.simulate(plan, asked, Recipe()).tok_per_s, rel=0.25)
 
 
 def test_boots_after_losses_lower_what_a_spot_machine_is_good_for() -> None:

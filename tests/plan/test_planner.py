@@ -81,9 +81,8 @@ def every_plan(asked: PlanRequest):
         left = [h - n * (i == k) for i, h in enumerate(made.have)]
         for numbers in itertools.product(*(range(x + 1) for x in left)):
             engines = {(i, 1): c for i, c in enumerate(numbers) if c}
-            if engines:
-                plan = made.place(Counts((k, n), engines))
-                yield from planner.by_own_engine(asked, [plan] if plan is not None else [])
+            plan = made.place(Counts((k, n), engines))
+            yield from planner.by_own_engine(asked, [plan] if plan is not None else [])
 
 
 def test_objectives_differ_as_they_should() -> None:
@@ -176,7 +175,7 @@ def test_spot_workers_that_are_away_on_average_are_away_in_the_simulation() -> N
     kinds = {kind.lease: kind for kind in asked.cluster.kinds()}
     plan = fixed_plan(asked, "H100", 3, {(kinds["reserved"], 1): 1, (kinds["spot"], 1): 12})
     assert plan is not None
-    up = {c.node for c in recipe._changes(plan, asked) if c.at_s == 0.0}
+    up = {c.node for c in recipe._changes(plan, asked) if c.at_s == -asked.spot.boot_s}
     down = {c.node for c in recipe._changes(plan, asked) if not c.up and c.at_s < 1.0}
     assert (len(up), len(down)) == (13, 6)
     assert "w0" not in down

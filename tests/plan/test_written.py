@@ -125,8 +125,9 @@ def test_plans_without_their_provider_are_refused_before_they_are_shown() -> Non
     assert not any(p.machine.provider for plan, _ in found.ranked for p in plan.placed)
     only = from_toml({"gpu": "H100", "count": 1}, {"gpu": "L40S", "machines": 4, "provider": "slurm"})
     base = parse_recipe({"fleet": {"slurm": {"partition": "gpu"}}}, "test")
-    with pytest.raises(WindfallError, match="sbatch"):
-        choose.best(only, base, simulate=False)
+    found = choose.best(only, base, simulate=False)
+    assert "sbatch" in found.refused[0]
+    assert [plan.name for plan, _ in found.ranked] == ["train 1 H100; roll out the trainer's own engine"]
 
 
 def test_providers_are_those_of_recipes() -> None:
@@ -151,8 +152,10 @@ def test_only_vllm_spans_several_gpus() -> None:
 def test_vllm_must_be_installed_for_workers_of_the_trainers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.engine.vllm.installed.find", lambda: None)
     asked = from_toml({**TRAINER, "engine": "vllm"})
-    with pytest.raises(WindfallError, match="need vLLM"):
-        choose.best(asked, parse_recipe({"engine": {"name": "vllm"}}, "test"), simulate=False)
+    found = choose.best(asked, parse_recipe({"engine": {"name": "vllm"}}, "test"), simulate=False)
+    assert all("need vLLM" in line for line in found.refused)
+    assert found.refused
+    assert not any(plan.replicas for plan, _ in found.ranked)
 
 
 def test_lenders_generate_for_nothing_and_never_train() -> None:

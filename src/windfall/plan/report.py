@@ -58,6 +58,7 @@ def _fields(row: ComparedPlan, request: PlanRequest) -> dict[str, Any]:
         "late": row.is_late(request), "bottleneck": plan.bottleneck, "why": plan.why, "step_s": plan.step_s,
         "train_s": plan.train_s, "rollout_s": plan.rollout_s, "pull_s": plan.pull_s,
         "training_gb": plan.training.memory_bytes / 1e9,
+        "own_engine_gb": plan.own.memory_bytes / 1e9 if plan.own is not None else None,
         "machines": [
             {"name": p.machine.name, "gpu": p.machine.kind.name, "training": p.training, "engines": list(p.replicas)}
             for p in plan.placed if p.used
@@ -136,19 +137,20 @@ def _plan_lines(row: ComparedPlan, request: PlanRequest) -> list[str]:
     lines = []
     if figures is not None:
         usd = plan.usd_per_h / 3600 / figures.tok_per_s * 1e6
-        lines.append(
-            f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens; idle: trainer "
-            f"{figures.trainer_idle:.0%}, workers {figures.workers_idle:.0%}"
-        )
+        idle = _idle(plan, figures.trainer_idle, figures.workers_idle)
+        lines.append(f"   simulated   {figures.tok_per_s:,.0f} tok/s, ${usd:.3f} per million tokens{idle}")
     gb = f"{plan.training.memory_bytes / 1e9:.3g} GB per GPU"
     if plan.training.host_bytes:
         gb += f" and {plan.training.host_bytes / 1e9:.3g} GB of host memory"
-    engines = ", ".join(f"{g.engine.memory_bytes / 1e9:.3g} GB ({g.kind.name})" for g in plan.replicas)
+    engines = [f"{g.engine.memory_bytes / 1e9:.3g} GB ({g.kind.name})" for g in plan.replicas]
+    if plan.own is not None:
+        engines.append(f"the trainer's own {plan.own.memory_bytes / 1e9:.3g} GB with the training state")
     late = ": later than the deadline" if row.is_late(request) else ""
     lines += [
-        f"   predicted   {predicted}; idle: trainer {plan.trainer_idle:.0%}, workers {plan.rollout_idle:.0%}",
-        f"   run         {plan.work.steps} steps take {duration(hours)} and cost ${hours * plan.usd_per_h:,.2f}{late}",
-        f"   training    {plan.training.layout}, {gb}; engines: {engines}",
+        f"   predicted   {predicted}{_idle(plan, plan.trainer_idle, plan.rollout_idle)}",
+        f"   run         {plan.work.steps} steps of {3600 * hours / plan.work.steps:.3g} s take {duration(hours)} and "
+        f"cost ${hours * plan.usd_per_h:,.2f}{late}",
+        f"   training    {plan.training.layout}, {gb}; engines: {', '.join(engines)}",
         f"   bottleneck  {plan.bottleneck}: {plan.why}",
     ]
     if plan.traffic_usd_per_h:
@@ -156,9 +158,15 @@ def _plan_lines(row: ComparedPlan, request: PlanRequest) -> list[str]:
     return lines
 
 
+def _idle(plan: RunPlan, trainer: float, workers: float) -> str:
+    """Nothing is idle where the trainer's own engine alone generates."""
+    return f"; idle: trainer {trainer:.0%}, workers {workers:.0%}" if plan.replicas else ""
+
+
 def picture(plan: RunPlan, most: int = 24) -> list[str]:
     """The machines that the plan uses, one character per GPU."""
-    lines = ["placement: T trains, R generates, = an engine over several GPUs, . unused"]
+    trains = "trains and generates" if plan.own is not None else "trains"
+    lines = [f"placement: T {trains}, R generates, = an engine over several GPUs, . unused"]
     used = [p for p in plan.placed if p.used]
     for p in used[:most]:
         row = "T" * p.training + "".join("R" + "=" * (tp - 1) for tp in p.replicas) + "." * (p.machine.count - p.used)

@@ -319,20 +319,27 @@ def apply_s(work: Workload) -> float:
     return work.update_bytes / LOOPBACK if work.delta < 1 else 0.0
 
 
-def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency) -> Replica | None:
+def own_engine(work: Workload, trained: PlannedTrainer, gpus: int, e: Efficiency) -> Replica:
     """The trainer's own engine (`fleet.local`): one on each of these GPUs, all together as one worker. Beside the
-    trainer's state, each needs a KV cache and, if the trainer has several ranks, a copy of the weights. None: they do
-    not fit."""
-    if isinstance(work, AddedWorkload):  # trainers of several policies do not generate
-        return None
+    trainer's state, each needs a KV cache and, if the trainer has several ranks or trains adapters, a copy of the
+    weights. Raises DoesNotFit."""
+    if isinstance(work, AddedWorkload):
+        raise DoesNotFit("trainers of several policies do not generate")
     gpu, shape = trained.gpu, work.shape
-    copies = work.weights_bytes if trained.gpus > 1 else 0.0
+    copies = work.weights_bytes if trained.gpus > 1 or work.adapter_parameters else 0.0
     value_bytes = work.kv_value_bytes if trained.gpus == 1 else VALUE_BYTES  # with ranks, that of the model
     token_bytes = kv_bytes(shape, value_bytes)
     room = ENGINE_MEMORY * gpu.memory_bytes - trained.memory_bytes - copies
     kv_tokens = int(room // token_bytes)
-    if kv_tokens < work.prompt_tokens + work.max_tokens or (gpu.measured_only and gpu.worker is None):
-        return None
+    _check_measured(gpu, gpu.worker, 1)
+    longest = work.prompt_tokens + work.max_tokens
+    if kv_tokens < longest:
+        held, least = trained.memory_bytes + copies, longest * token_bytes
+        raise DoesNotFit(
+            f"beside {held / 1e9:.0f} GB of training state and weights on each {gpu.name}, the trainer's own engine "
+            f"needs {least / 1e9:.1f} GB for one response of {longest:,} tokens; "
+            f"{ENGINE_MEMORY * gpu.memory_bytes / 1e9:.0f} GB can be used"
+        )
     s = gpu.worker or decode_service(shape, gpu, 1, e, value_bytes)
     service = replace(
         s, each_s=s.each_s / gpus, context_s=s.context_s / gpus, prefill_s=s.prefill_s / gpus,

@@ -68,11 +68,12 @@ def _engine_keys(service: StepTime) -> dict[str, float]:
 
 def sim_keys(plan: RunPlan, request: PlanRequest) -> dict[str, Any]:
     """Section [sim]. The trainer's machine has its own engine if that generates."""
-    work, first = plan.work, plan.replicas[0].engine
-    trainer = plan.own or first
+    work, engines = plan.work, plan.engines
+    first, trainer = engines[0], plan.own or engines[0]
     train_s = max(1e-12, plan.train_s - plan.training.update_s) / work.trainer_tokens
     # Engines that read a new version from each other have it as late as planned; one alone has all that its link has.
-    together, alone = work.pull_bytes / plan.pull_s, work.pull_bytes / pull_alone(request, plan.placed)
+    alone = work.pull_bytes / pull_alone(request, plan.placed)
+    together = work.pull_bytes / plan.pull_s if plan.replicas else alone
     return {
         "trainer": {**_engine_keys(trainer.service), "train_s": train_s, "update_s": plan.training.update_s},
         "worker": _engine_keys(first.service),
@@ -188,7 +189,7 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """The sizes of a model, from its config.json or from the table of known models."""
-    if path not in load.NAMED and not Path(path).expanduser().is_dir():
+    if path != "tiny" and not Path(path).expanduser().is_dir():
         return find_model(path)[1]
     load.check_kind(path)
     file = Path(load.resolve(path)) / "config.json"
@@ -220,7 +221,7 @@ def write(plan: RunPlan, request: PlanRequest, base: Recipe, simulated: Simulate
     if first.replicas:
         engine["name"] = first.machine.engine if first.machine.engine == "vllm" else base.engine.name
     if first.machine.gpu.worker is None:
-        engine["max_running"] = max(e.slots for _, e, _, _ in plan.replicas)
+        engine["max_running"] = max(e.slots // e.tp if e is plan.own else e.slots for e in plan.engines)
     data = base.model_dump(exclude_none=True)
     for section, keys in {
         "run": {"device": "cpu"} if first.machine.gpu.name == "cpu" else {},
@@ -424,6 +425,7 @@ def _simulated_recipe(plan: RunPlan, request: PlanRequest, base: Recipe) -> Reci
                 "groups": work.groups,
                 "group_size": work.group_size,
                 "max_tokens": work.max_tokens,
+                "turn_tokens": 0,  # a session is planned as one turn
                 "staleness": work.staleness,
             },
             "train": {"minibatches": 1, "micro_tokens": max(plan.training.pack_tokens, 1)},
@@ -466,12 +468,13 @@ def _slower(request: PlanRequest, kind: Kind) -> float:
 
 
 def _changes(plan: RunPlan, request: PlanRequest) -> list[Change]:
-    """Workers in the order of their kinds. Of the spot workers, only the share that is available on average stays after
-    the start, because the few simulated steps are too short for that to come about by itself; then they come and go.
-    A worker gets its kind when it first comes up, so all of them come up once."""
+    """Workers in the order of their kinds. All have booted when the run begins: a run whose trainer generates as well
+    does not wait for them, and could be over before they join. Of the spot workers, only the share that is available on
+    average stays after the start, because the few simulated steps are too short for that to come about by itself; then
+    they come and go. A worker gets its kind when it first comes up, so all of them come up once."""
     market, draw = request.spot, random.Random(0)
     workers = [kind for kind, _, count, _ in plan.replicas for _ in range(count)]
-    start = [Change(at_s=0.0, node=f"w{n}", up=True) for n in range(len(workers))]
+    start = [Change(at_s=-market.boot_s, node=f"w{n}", up=True) for n in range(len(workers))]
     later = list[Change]()
     spot = [n for n, kind in enumerate(workers) if kind.lease == "spot"]
     if market.assumed or (not market.losses_per_h and market.availability == 1.0):
@@ -482,7 +485,7 @@ def _changes(plan: RunPlan, request: PlanRequest) -> list[Change]:
         # Of the first i workers, i x availability are up, rounded: kinds with few workers are not all up or all away.
         up = math.floor((i + 1) * market.availability + 0.5) > math.floor(i * market.availability + 0.5)
         if not up:
-            later.append(Change(at_s=AWAY_S, node=f"w{n}", up=False))
+            later.append(Change(at_s=AWAY_S - market.boot_s, node=f"w{n}", up=False))
         at_s = AWAY_S + max(1.0, draw.expovariate(1 / (up_s if up else down_s)))
         while at_s < TRACE_S and len(later) < 200_000:
             up = not up

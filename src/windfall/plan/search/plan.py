@@ -100,7 +100,7 @@ class RunPlan:
     replicas: tuple[PlannedEngines, ...]
     placed: tuple[PlacedMachine, ...]
     rollout_s: float
-    """Generation, rewards and weight update, per step."""
+    """Generation, rewards and weight update, per step. Without workers, the trainer stands still for so long."""
     tail_s: float
     """Seconds of a step's longest responses, divided by the steps that they may span."""
     pull_s: float
@@ -117,6 +117,11 @@ class RunPlan:
     @property
     def train_s(self) -> float:
         return self.training.step_s
+
+    @property
+    def engines(self) -> list[Replica]:
+        """One of each kind. The trainer's own is the last."""
+        return [g.engine for g in self.replicas] + ([self.own] if self.own is not None else [])
 
     @property
     def training_kind(self) -> Kind:
@@ -136,7 +141,7 @@ class RunPlan:
 
     @property
     def bottleneck(self) -> str:
-        if not self.work.staleness:
+        if not (self.work.staleness and self.replicas):
             return "training" if self.train_s > self.rollout_s else "rollout"
         parts = {
             "training": self.train_s,
@@ -149,6 +154,8 @@ class RunPlan:
     @property
     def why(self) -> str:
         train, rollout = f"training takes {self.train_s:.3g} s a step", f"generation {self.rollout_s:.3g} s"
+        if not self.replicas:
+            return f"{train} and {rollout}, in turn on the same GPUs: a GPU that only generates would overlap them"
         match self.bottleneck:
             case "training":
                 return f"{train}, {rollout}: more rollout GPUs would not help"
@@ -162,8 +169,8 @@ class RunPlan:
     def name(self) -> str:
         """The plan in words. "roll out 4 H100 + 2 x 4 L40S spot" ends with two engines of four GPUs each."""
         made = [f"{n} x {r.tp} {kind.name}" if r.tp > 1 else f"{n} {kind.name}" for kind, r, n, _ in self.replicas]
-        own = " + the trainer's own engine" if self.own else ""
-        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}{own}"
+        made += ["the trainer's own engine"] if self.own else []
+        return f"train {self.training.gpus} {self.training.gpu.name}; roll out {' + '.join(made)}"
 
     @property
     def counts(self) -> frozenset[tuple[Kind, int, int]]:
@@ -273,7 +280,7 @@ def score(
     own: Replica | None = None,
 ) -> RunPlan:
     """The plan with its predicted times and costs. `own`: the trainer's own engine, if it generates while the trainer
-    would wait."""
+    would wait; without other engines, it generates everything."""
     w = request.work
     weights_s = pull_s(request, placed)
     # The last group of a step is trained after its longest response has ended, then the weights are published.
@@ -282,15 +289,14 @@ def score(
     shares = [g.count * request.useful_share(g.kind) for g in engines] + [1.0] * bool(own)
 
     def speed(batches: Sequence[float]) -> float:
-        """Tokens per second. The trainer's own engine generates until training and generation would end together."""
+        """Tokens per second. The trainer's own engine generates until training and generation would end together: a
+        step lasts as long as if it generated all the time, and had to generate also what it misses while the trainer
+        trains."""
         speeds = [x * e.tok_per_s(b, w) for (e, _), x, b in zip(run, shares, batches, strict=True)]
         if own is None:
             return sum(speeds)
-        workers = sum(speeds[:-1])
-        share = speeds[-1] / workers
-        alone_s = w.tokens / workers
-        own_s = max(0.0, alone_s - trained.step_s) / (1 + share)
-        return w.tokens / (alone_s - share * own_s)
+        together = sum(speeds) * w.tokens / (w.tokens + speeds[-1] * trained.step_s)
+        return max(sum(speeds[:-1]), together)
 
     def prefill_again_s(batches: Sequence[float]) -> float:
         """Seconds to compute the contexts of all running responses again, after new weights."""
@@ -298,9 +304,12 @@ def score(
         return used if w.staleness else 0.0
 
     def tail(batches: Sequence[float]) -> float:
-        fastest = min(step_time(e, b, w) for (e, _), b in zip(run, batches, strict=True))
+        times = [step_time(e, b, w) for (e, _), b in zip(run, batches, strict=True)]
+        # With staleness, long responses are on the trainer's own engine, too, and stand still while the trainer trains.
+        still = own is not None and (w.staleness > 0 or not engines)
         around_s = weights_s + last_s if w.staleness else 0.0
-        return (w.longest_tokens * fastest + around_s + w.staleness * prefill_again_s(batches)) / (w.staleness + 1)
+        end_s = w.longest_tokens * (times[-1] if still else min(times)) + around_s
+        return (end_s + w.staleness * prefill_again_s(batches)) / (w.staleness + 1) + still * trained.step_s
 
     full = share_out(run, w)
     low, high = 0.0, max(step_time(e, b, w) for (e, _), b in zip(run, full, strict=True))
@@ -319,7 +328,9 @@ def score(
     # With staleness, engines go on while new weights arrive; then the contexts of running responses are computed again.
     update_s = w.reward_s + (prefill_s if w.staleness else weights_s)
     bound_s = max(tail_s, weights_s) if w.staleness else tail_s
-    rate = steps_per_s(trained.step_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0)
+    # Without other engines, the time of generation has that of training in it.
+    overlapping_s = trained.step_s if engines else 0.0
+    rate = steps_per_s(overlapping_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0)
     usd = sum(p.used * request.price(p.machine.kind) for p in placed if p.used)
     traffic = traffic_usd(request, placed, trained) * 3600 * rate
     return RunPlan(
@@ -327,7 +338,7 @@ def score(
         training=trained,
         placed=tuple(placed),
         replicas=tuple(g._replace(batch=b) for g, b in zip(engines, batches, strict=False)),
-        rollout_s=w.tokens / tok_per_s + update_s,
+        rollout_s=w.tokens / tok_per_s + update_s - (trained.step_s - overlapping_s),
         tail_s=tail_s,
         pull_s=weights_s,
         step_s=1 / rate,

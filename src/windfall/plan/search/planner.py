@@ -6,7 +6,7 @@
                  with the speeds of one engine that has all responses, and of engines on all GPUs
     3  place     individual GPUs (partition.py); engines that cannot be placed are replaced by smaller ones
     4  score     the placed plan with its true links and batches (plan.py), with the trainer's own engine and without
-                 it; plans are sorted by this
+                 it, and every trainer with its own engine alone; plans are sorted by this
     5  improve   from the best plans, single changes of counts that raise the true score. The search cannot see all of
                  it: whether anything must be pulled depends on which machines are used at all
 
@@ -27,6 +27,7 @@ from windfall.errors import WindfallError
 from windfall.plan.model import cost_model
 from windfall.plan.model.cluster import ClusterMachine, Kind
 from windfall.plan.model.cost_model import DoesNotFit, PlannedTrainer, Replica, ZonePull
+from windfall.plan.model.workload import AddedWorkload
 from windfall.plan.search import frontier
 from windfall.plan.search.frontier import Counts, Engine, Problem, Trainer, solve
 from windfall.plan.search.partition import Graph, Partition, partition
@@ -112,21 +113,26 @@ def by_own_engine(request: PlanRequest, plans: Sequence[RunPlan]) -> list[RunPla
     twins = [
         score(request, p.placed, p.replicas, p.training) if p.own else with_own_engine(request, p)
         for p in best
-        if p is not None
+        if p is not None and p.replicas
     ]
     return list({p.counts: p for p in (*best, *twins) if p is not None}.values())
 
 
 def with_own_engine(request: PlanRequest, plan: RunPlan, *, gain: float = 0.0) -> RunPlan | None:
-    """The same plan with `fleet.local`: the trainer's own engine generates while the trainer would wait. Only ranks on
-    the machine of rank 0 have an engine. None: it does not fit beside the trainer's state, or speed does not grow by
-    this factor."""
-    first = next(p for p in plan.placed if p.training)
-    own = cost_model.own_engine(request.work, plan.training, first.training, request.efficiency)
-    if own is None:
+    """The same plan with `fleet.local`: the trainer's own engine generates while the trainer would wait. None: it does
+    not fit beside the trainer's state, or speed does not grow by this factor."""
+    try:
+        own = own_engine(request, plan.placed, plan.training)
+    except DoesNotFit:
         return None
     made = score(request, plan.placed, plan.replicas, plan.training, own)
     return made if made.tok_per_s > gain * plan.tok_per_s else None
+
+
+def own_engine(request: PlanRequest, placed: Sequence[PlacedMachine], trained: PlannedTrainer) -> Replica:
+    """The engine of the ranks on the machine of rank 0; others have none. Raises DoesNotFit."""
+    first = next(p for p in placed if p.training)
+    return cost_model.own_engine(request.work, trained, first.training, request.efficiency)
 
 
 class Search:
@@ -144,6 +150,8 @@ class Search:
         """The fastest link between two machines of a kind. What a plan has is known when it is placed."""
         self.trainers: dict[Trainer, PlannedTrainer] = {}
         self.engines: dict[Engine, Replica] = {}
+        self.not_alone = ""
+        """Why the trainer's own engine cannot generate everything, if it cannot."""
         w, e = request.work, request.efficiency
         why: dict[str, list[str]] = {"train": [], "generate": []}
         for k, (kind, machines) in enumerate(self.kinds):
@@ -194,6 +202,9 @@ class Search:
 
         for crowded in (False, True):
             add(self._problem(crowded=crowded))
+        for trainer in self.trainers:
+            if (alone := self.place(Counts(trainer, {}))) is not None:
+                found[alone.counts] = alone
         for plan in self._near() if near else ():
             found.setdefault(plan.counts, plan)
 
@@ -205,7 +216,7 @@ class Search:
             add(replace(self._limits, objective="throughput", budget_usd_per_h=math.inf))
         found.update((p.counts, p) for p in self._improved(list(found.values())))
         if not allowed():
-            raise self._nothing()
+            raise self._nothing(found.values())
         return allowed()
 
     def _problem(self, *, crowded: bool) -> Problem:
@@ -347,7 +358,8 @@ class Search:
         return self.place(Counts(trainer, engines))
 
     def place(self, counts: Counts) -> RunPlan | None:
-        """The best plan with these counts. None: it cannot be placed."""
+        """The best plan with these counts; without engines, the trainer's own one generates. None: it cannot be
+        placed."""
         found: dict[int, Partition] = {}
         trains, gpus = counts.trainer
         trained = self.trainers[counts.trainer]
@@ -382,10 +394,13 @@ class Search:
             rows = zip(machines, found[k].training, found[k].replicas, strict=True)
             placed += [PlacedMachine(machine=machine, training=own, replicas=row) for machine, own, row in rows]
         engines = Counter((k, tp) for k, made in found.items() for row in made.replicas for tp in row)
-        if not engines:
-            return None
         groups = [PlannedEngines(self.kinds[e[0]][0], self.engines[e], n) for e, n in engines.items()]
-        return score(self.request, placed, groups, trained)
+        try:
+            own = None if groups else own_engine(self.request, placed, trained)
+        except DoesNotFit as error:
+            self.not_alone = str(error)
+            return None
+        return score(self.request, placed, groups, trained, own)
 
     def _partition(self, counts: Counts, k: int, near: list[float]) -> Partition | None:
         """The GPUs of one kind. Engines that cannot be placed are broken up, the largest first, or left out."""
@@ -400,19 +415,21 @@ class Search:
             found = partition(self.graphs[k], train, sizes, near=near)
         return found
 
-    def _nothing(self) -> WindfallError:
-        request, limits = self.request, self._limits
-        if math.isfinite(request.budget_usd_per_h):
-            least = min(gpus * limits.usd_per_h[k] for k, gpus in self.trainers)
-            least += min(tp * limits.usd_per_h[k] for k, tp in self.engines)
-            budget = f"${request.budget_usd_per_h:.2f} per hour is not enough"
-            what = f"{budget}: a trainer and one replica cost ${least:.2f}"
+    def _nothing(self, found: Iterable[RunPlan]) -> WindfallError:
+        request = self.request
+        least = min((plan.usd_per_h for plan in found), default=0.0)
+        if least > request.budget_usd_per_h:
+            what = f"${request.budget_usd_per_h:.2f} per hour is not enough: the cheapest plan costs ${least:.2f}"
             return WindfallError(what, where="--budget", fix="Raise the budget, or use cheaper GPUs.")
-        if request.objective == "deadline":
+        if least and request.objective == "deadline":
             what = f"{request.work.steps} steps in {request.deadline_h:g} h are not possible on this cluster"
             return WindfallError(what, where="--deadline", fix="Allow more time, or add GPUs.")
-        what = "training and rollout do not fit on this cluster at the same time"
-        return WindfallError(what, where="cluster", fix="Add GPUs: one replica is needed besides the trainer.")
+        what = f"training and rollout do not fit on this cluster at the same time: {self.not_alone}"
+        fix = "Add a GPU that generates"
+        if not isinstance(request.work, AddedWorkload):
+            less = "" if request.work.adapter_parameters else "train adapters, set train.optimizer = 'adamw_8bit', or "
+            fix += f"; or {less}lower rollout.max_tokens"
+        return WindfallError(what, where="cluster", fix=f"{fix}.")
 
 
 def _graph(request: PlanRequest, machines: list[ClusterMachine]) -> Graph:

@@ -76,7 +76,7 @@ class SimFleet:
         for at_s, what, change in with_notices(self._scenario.changes, self._scenario.real.sim.notice_s):
             await _until(at_s)
             if what == "up":
-                self.bring_up(change.node)
+                self.bring_up(change.node, ago_s=max(0.0, -at_s))
             elif what == "down":
                 self.take_down(change.node)
             elif change.node in self.workers:
@@ -127,14 +127,17 @@ class SimFleet:
     def up(self, node: str) -> bool:
         return node in self._up
 
-    def bring_up(self, node: str) -> None:
+    def bring_up(self, node: str, ago_s: float = 0.0) -> None:
+        """`ago_s`: seconds of its boot that are over already, for a machine that is older than the run."""
         now = asyncio.get_running_loop().time()
         life = next(self._starts.setdefault(node, count(1)))
         kinds = self._scenario.kinds
         kind = self._kinds.setdefault(node, kinds[len(self._kinds) % len(kinds)])
         self._up[node] = stay = Stay(name=f"{node}.{life}", usd_per_h=kind.usd_per_h, start_s=now)
         self.stays.append(stay)
-        asyncio.get_running_loop().call_later(self._scenario.real.sim.boot_s, self._booted, node, stay)
+        asyncio.get_running_loop().call_later(
+            max(0.0, self._scenario.real.sim.boot_s - ago_s), self._booted, node, stay
+        )
 
     def _booted(self, node: str, stay: Stay) -> None:
         if self._up.get(node) is not stay:

@@ -175,13 +175,6 @@ def with_certificate(folder: Path) -> None:
     self_signed(folder)
 
 
-def cluster(folder: Path) -> None:
-    """The keys that the page explains, with a machine in either zone of its links."""
-    from_page("plan.md", "cluster.toml")(folder)
-    path = folder / "cluster.toml"
-    path.write_text(path.read_text().replace("[[machine]]\n", '[[machine]]\nzone = "east"\n', 1))
-
-
 def recipes(*names: str, of: str = "recipes/sim-harvest.toml", **changes: str) -> Prepare:
     def write(folder: Path) -> None:
         text = (ROOT / of).read_text()
@@ -224,7 +217,7 @@ BLOCKS = (
         more={"python": "run.steps=10 rollout.groups=4 eval.tasks=8", "windfall eval": "--tasks 8"},
     ),
     Block(
-        "plan.md", ("windfall plan 8B",), files={"recipe.toml": SMALL}, prepare=cluster,
+        "plan.md", ("windfall plan 8B",), files={"recipe.toml": SMALL}, prepare=from_page("plan.md", "cluster.toml"),
         more={"windfall plan": "--no-simulate"},
     ),
     Block(

@@ -430,6 +430,27 @@ def test_frozen_rank_is_noticed_when_it_takes_no_order() -> None:
     assert took_s < 15
 
 
+def order_after_a_loss(ranks: TrainerRanks) -> list[str]:
+    """Rank 1 ends. When rank 0 gives its second order, the connection has failed before."""
+    orders = Orders(ranks)
+    work = Work(orders)
+    if not ranks.first:
+        return []
+    errors = []
+    for _ in range(2):
+        try:
+            orders.call(work.nothing)
+        except Exception as e:
+            errors.append(f"{type(e).__name__}: {e}")
+    return errors
+
+
+def test_rank_that_was_lost_before_an_order_is_noticed() -> None:
+    (errors,) = run_ranks(2, order_after_a_loss, lost=(1,))
+    assert len(errors) == 2
+    assert all(e.startswith("RankLost: ") and "to give an order to rank 1" in e for e in errors), errors
+
+
 def freeze_in_a_pass(ranks: TrainerRanks) -> tuple[str, float]:
     """Rank 1 stops itself between the forward and the backward pass of its first pack."""
     t = make_trainer("llama", ranks)

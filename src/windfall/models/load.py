@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,26 @@ def resolve(name: str) -> Path | str:
 
 def check_kind(name: str) -> None:
     """Refuse a model that reads more than text, as far as its config.json is on this machine. Uses no network."""
+    multimodal.refuse(known_config(name), name)
+
+
+def known_config(name: str) -> dict[str, Any]:
+    """The fields of a model's config.json; none if it is not on this machine. Those of an adapter are of its base."""
     where = resolve(name)
     if isinstance(where, Path) and adapter_folder.is_adapter(where):
-        check_kind(adapter_base(where))
-        return
+        return known_config(adapter_base(where))
     file = where / "config.json" if isinstance(where, Path) else _cached_config(where)
     with contextlib.suppress(OSError, ValueError):  # loading it reports that
-        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-        multimodal.refuse(config, name)
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
-def load(name: str, *, dtype: str, device: str) -> Any:
+def load(name: str, *, dtype: str, device: str, check: Callable[[Any], None] | None = None) -> Any:
+    """`check`: refuses a model by its configuration, before its weights are read."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
     from transformers.utils import logging
 
     from windfall.models import attention
@@ -86,9 +93,11 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     where = fetch(name)
     if isinstance(where, Path) and adapter_folder.is_adapter(where):
-        return _load_merged(where, dtype=dtype, device=device)
+        return _load_merged(where, dtype=dtype, device=device, check=check)
     try:
         multimodal.refuse(PreTrainedConfig.get_config_dict(where)[0], name)
+        if check is not None:
+            check(AutoConfig.from_pretrained(where))
         read: Any = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=getattr(torch, dtype),
@@ -107,11 +116,11 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
+def _load_merged(folder: Path, *, dtype: str, device: str, check: Callable[[Any], None] | None) -> Any:
     import torch
 
     config, path = adapter_folder.read_config(folder), adapter_base(folder)
-    model = load(path, dtype=dtype, device=device)
+    model = load(path, dtype=dtype, device=device, check=check)
     weights = model.state_dict()
     tensors = adapter_folder.read_tensors(folder, weights)
     found = merged.pairs(tensors, {name: t.shape for name, t in weights.items()}, str(folder))

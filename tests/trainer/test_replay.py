@@ -21,6 +21,7 @@ from windfall.models.attention import NAME
 from windfall.models.experts import ExpertReader
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import selftest
+from windfall.trainer import trainer as trainer_module
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner, pack_experts
 from windfall.trainer.trainer import TokenTotals, TorchTrainer
@@ -194,6 +195,35 @@ def test_only_tokens_with_known_experts_count_as_replayed() -> None:
                 trainer.optim_step()
         else:
             assert trainer.optim_step().replayed_experts == pytest.approx(14 / 24)
+
+
+def test_few_tokens_are_computed_without_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per update, and only if there are fresh tokens whose experts are known."""
+    monkeypatch.setattr(trainer_module, "COMPARED_TOKENS", 40)
+    samples = [replace(s, advantage=1.0) for s in random_samples((30, 17, 40, 5, 9, 11, 14))]
+    old = replace(samples[3], lag=np.ones(len(samples[3].targets), np.uint16))
+    recipe = parse_recipe({"train": {"engine_gap_limit": 100.0}}, where="test")
+    trainer = TorchTrainer(model(), make("grpo"), recipe, micro_tokens=1000)
+    compared: list[list[int]] = []
+    score = trainer.learner.score
+
+    def record(pack: Sequence[Sample], temperature: float, *, replay: bool = True) -> Any:
+        if not replay:
+            compared.append(sorted(len(s.ids) for s in pack))
+        return score(pack, temperature, replay=replay)
+
+    monkeypatch.setattr(trainer.learner, "score", record)
+    for given, wanted in (
+        ([*samples[6:], old], []),
+        (samples, [[5, 9, 11]]),
+        (samples, []),
+    ):
+        compared.clear()
+        trainer.forward_backward(given)
+        assert compared == wanted
+    assert trainer.optim_step().router_gap > 0
+    trainer.forward_backward(samples[:1])
+    assert compared == [[30]]
 
 
 def test_experts_of_another_model_are_refused() -> None:

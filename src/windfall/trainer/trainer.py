@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ from windfall.types import in_fp8
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""
+
+COMPARED_TOKENS = 4096
+"""Most tokens that a rank computes without replay, once per update, to measure what replay does."""
 
 GIVEN_TEMPERATURE = 1.0
 """Temperature of the policy in a given loss. The temperature of the recipe belongs to its algorithm."""
@@ -182,7 +186,9 @@ class TorchTrainer:
         # Samples without an advantage get packs of their own. They need no backward pass, and only count in the report.
         credited = self._plan([s for s in samples if s.targets and s.advantage])
         others = self._plan([s for s in samples if s.targets and not s.advantage])
-        self.orders.call(self._forward_backward, each=list(zip(credited, others, strict=True)))
+        self.orders.call(
+            self._forward_backward, each=list(zip(credited, others, self._to_compare(samples), strict=True))
+        )
         return []
 
     def optim_step(self, adam: Adam | None = None) -> Report:
@@ -205,6 +211,16 @@ class TorchTrainer:
         sizes = {"ranks": self.ranks.size, "context": self.context.size}
         return packs_of_ranks(samples, self.micro_tokens, **sizes, padded=self.learner.pads)
 
+    def _to_compare(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
+        """What every rank computes without replay, too: one pack of the shortest samples with fresh tokens and known
+        experts, once per update. No packs if there are no such samples."""
+        known = [s for s in samples if s.targets and s.experts and (s.lag is None or not s.lag.all())]
+        known = [] if self._routing_compared or not self.replays else sorted(known, key=lambda s: len(s.ids))
+        room = COMPARED_TOKENS * self.ranks.size // self.context.size
+        few = known[: max(1, sum(end <= room for end in accumulate(len(s.ids) for s in known)))]
+        self._routing_compared |= bool(few)
+        return [packs[:1] for packs in self._plan(few)]
+
     # what every rank does
 
     def _forward(self, packs: Sequence[Sequence[Sample]], temperature: float) -> list[list[list[Floats]]] | None:
@@ -216,11 +232,10 @@ class TorchTrainer:
         """Measure the gap that a pack would have without replay."""
         rows = self._logprobs(partial(self.learner.score, replay=False), pack, self.temperature)
         for s, now in zip(pack, rows, strict=True):
-            if s.experts:
-                fresh = np.full(len(now), True) if s.lag is None else s.lag <= 0
-                distance = np.abs(now - s.behavior)[fresh]
-                self._totals.sums["router_gap"] += distance.sum().item()
-                self._totals.sums["router_tokens"] += len(distance)
+            fresh = np.full(len(now), True) if s.lag is None else s.lag <= 0
+            distance = np.abs(now - s.behavior)[fresh]
+            self._totals.sums["router_gap"] += distance.sum().item()
+            self._totals.sums["router_tokens"] += len(distance)
 
     def _zero_grad(self) -> None:
         self.optimizer.zero()
@@ -231,11 +246,13 @@ class TorchTrainer:
         if self._adapters is not None:
             self._adapters.use()
 
-    def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
+    def _forward_backward(
+        self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]],
+        compared: Sequence[Sequence[Sample]] = (),
+    ) -> None:  # fmt: skip
         self._use_adapters()
-        if self.replays and credited and not self._routing_compared:
-            self._routing_compared = True
-            self._compare_routing(credited[0])
+        for pack in compared:
+            self._compare_routing(pack)
         self._totals.loads = sum(map(self.learner.loads, (*credited, *others)), self._totals.loads)
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference: Sequence[Any] = [None] * len(pack)

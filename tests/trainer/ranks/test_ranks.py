@@ -362,6 +362,25 @@ def test_every_rank_learns_that_a_file_cannot_be_written(tmp_path: Path) -> None
     assert all("No such file" in error for error in run_ranks(2, fail_to_write, tmp_path))
 
 
+def compare_routing(ranks: TrainerRanks) -> float:
+    """Of three samples, one has known experts: only one rank has something to compare."""
+    t = make_trainer("experts", ranks)
+    if not ranks.first:
+        t.orders.follow()
+        return 0.0
+    samples = make_samples(2, 3)
+    t.forward_backward([with_experts(samples[0]), *samples[1:]])
+    gap = t.optim_step().router_gap
+    t.orders.stop()
+    return gap
+
+
+def test_ranks_agree_on_what_is_computed_without_replay() -> None:
+    gap, _ = run_ranks(2, compare_routing)
+    assert gap == pytest.approx(run_ranks(1, compare_routing)[0], rel=1e-4)
+    assert gap > 0
+
+
 class Work:
     """What the ranks of a test do together."""
 

@@ -24,6 +24,7 @@ from benchmarks.train.scale import make_samples
 from benchmarks.train.whole_weights import clean
 from windfall import algorithms
 from windfall.engine.torch.engine import TorchEngine
+from windfall.models import experts
 from windfall.models.attention import NAME
 from windfall.models.experts import ExpertReader
 from windfall.recipe.file import parse_recipe
@@ -140,7 +141,8 @@ def gap(name: str, device: str, responses: int = 48, tokens: int = 128) -> str:
     learner, reader = Learner(model, say=lambda line: None), ExpertReader(model)
     rows = pack_experts(samples, learner.policy.replay)
     assert rows is not None, "the engine or the trainer does not find the experts of this model"
-    behavior, given = np.concatenate([s.behavior for s in samples]), torch.from_numpy(rows).transpose(0, 1).to(device)
+    behavior = np.concatenate([s.behavior for s in samples])
+    given = experts.known(experts.on_device(rows, model.device)).transpose(0, 1)
     gaps, chosen = [], []
     for replay in (True, False):
         with reader.reading() as found:

@@ -5,7 +5,9 @@
     python benchmarks/train/scale.py --device cuda --profile    also the device time of a step by kernel
 
 "adapters fsdp2" has a split base, "adapters whole" is one rank of several that have the whole base: both sum gradients
-over the ranks, which is one rank here.
+over the ranks, which is one rank here. With --variant also: "fsdp2 keep" does not free the weights of a layer between
+its forward and its backward pass, "fsdp2 prefetch" gathers every layer before it is needed, "transformers" is unsharded
+with the layers of transformers, and "compiled" the same under torch.compile.
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
@@ -43,7 +45,10 @@ from windfall.trainer.trainer import TorchTrainer, peak_bytes
 from windfall.training import Sample
 
 PEAK = 990e12
-VARIANTS = ("unsharded", "fsdp2", "adapters", "adapters fsdp2", "adapters whole", "fsdp2 prefetch")
+VARIANTS = (
+    "unsharded", "fsdp2", "adapters", "adapters fsdp2", "adapters whole", "fsdp2 keep", "fsdp2 prefetch",
+    "transformers", "compiled",
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -70,7 +75,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
-        "--variant", nargs="+", choices=VARIANTS, help="With one rank. Default on a GPU: all but the last one."
+        "--variant", nargs="+", choices=VARIANTS, help="With one rank. Default on a GPU: the first five."
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
@@ -95,7 +100,7 @@ def rows_of_one_rank(args: Any) -> None:
     began_s = time.monotonic()
     for name in args.model or (("0.6B", "8B") if args.device == "cuda" else ("tiny",)):
         first = 0.0
-        for variant in args.variant or VARIANTS[:-1]:
+        for variant in args.variant or VARIANTS[:5]:
             if time.monotonic() - began_s > args.seconds:
                 print(f"{name:<22}{variant:<16}  no time", flush=True)
                 continue
@@ -175,13 +180,21 @@ def measure(
 ) -> tuple[float, float, int, int]:
     """Returns tokens/s, share of peak, bytes of state, and peak bytes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    alone = variant in ("unsharded", "adapters")
+    alone = variant in ("unsharded", "adapters", "transformers", "compiled")
     ranks = TrainerRanks.alone(device)
     if not alone:
         ranks = TrainerRanks.join(rank, size, meeting, device=device, timeout_s=300)
     trainer = make_trainer(name, variant, ranks)
+    layers: list[Any] = decoder_layers(trainer.model)
     if "prefetch" in variant:
-        prefetch(trainer.model)
+        prefetch(layers)
+    if variant in ("transformers", "compiled"):
+        trainer.learner.policy.body = None
+    for layer in layers:
+        if "keep" in variant:
+            layer.set_reshard_after_forward(False)
+        if variant == "compiled":
+            layer.compile()
     peak_bytes(torch.device(device))
     if not ranks.first:
         trainer.orders.follow()
@@ -204,9 +217,8 @@ def measure(
     return tokens / took_s, share, state_bytes(trainer), report.peak_bytes
 
 
-def prefetch(model: Any) -> None:
+def prefetch(layers: list[Any]) -> None:
     """Let every layer gather the next one before it computes, in both directions."""
-    layers: list[Any] = decoder_layers(model)
     for one, two in pairwise(layers):
         one.set_modules_to_forward_prefetch([two])
         two.set_modules_to_backward_prefetch([one])

@@ -19,17 +19,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
+from benchmarks.train.random_model import random_model, random_samples
 from windfall import algorithms
 from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.trainer.model.activation_memory import LEAST
 from windfall.trainer.trainer import TorchTrainer
-from windfall.training import Sample
 from windfall.weights.publishing.publish import Publisher
 
 PEAK = 990e12
@@ -44,20 +43,7 @@ LARGE: dict[str, Any] = {
 
 
 def model_of(shape: dict[str, Any], attention: str) -> Any:
-    with torch.device("cuda"):
-        made: Any = AutoModelForCausalLM.from_config(
-            Qwen3Config(**shape, max_position_embeddings=40_960), dtype=torch.bfloat16, attn_implementation=attention
-        )
-    return made.eval()
-
-
-def samples_of(lengths: list[int]) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    ids = [tuple(rng.integers(3, 150_000, n).tolist()) for n in lengths]
-    return [
-        Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.full(len(x) - 1, -12.0), advantage=a, limit=4096)
-        for x, a in zip(ids, rng.normal(size=len(ids)).tolist(), strict=True)
-    ]
+    return random_model(Qwen3Config(**shape, max_position_embeddings=40_960), "cuda", torch.bfloat16, attention)
 
 
 def flops(model: Any, lengths: list[int]) -> float:
@@ -124,7 +110,7 @@ def trainer_of(shape: dict[str, Any], micro_tokens: int) -> TorchTrainer:
 
 
 def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) -> float:
-    made = samples_of(lengths)
+    made = random_samples(lengths, SMALL["vocab_size"])
 
     def step() -> None:
         t.forward_backward(made)

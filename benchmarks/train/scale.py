@@ -28,13 +28,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
+from benchmarks.train.random_model import random_model, random_samples
 from windfall import algorithms
-from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
@@ -242,7 +241,6 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
     sections = {"train": {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9}}
     dtype = torch.float32 if ranks.device == "cpu" else torch.bfloat16
     shape = Qwen3Config(**SHAPES[name], max_position_embeddings=4096)
-    torch.manual_seed(0)
 
     def attach(model: Any) -> None:
         if adapters:
@@ -250,8 +248,7 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
 
     model: Any = None
     if ranks.first:
-        with torch.device(ranks.device):
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME).eval()
+        model = random_model(shape, ranks.device, dtype)
         attach(model)
     if ranks.distributed:
         source = model and dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -267,16 +264,9 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
 
 
 def make_samples(name: str) -> list[Sample]:
-    draw, rng = random.Random(0), np.random.default_rng(0)
-    size = SHAPES[name]["vocab_size"]
+    draw = random.Random(0)
     count, least, most = {"tiny": (8, 16, 64), "cpu": (48, 64, 256)}.get(name, (48, 512, 2048))
-    lengths = [draw.randrange(least, most) for _ in range(count)]
-    out = []
-    for n in lengths:
-        ids = tuple(rng.integers(3, size, n).tolist())
-        behavior = np.full(n - 1, -float(np.log(size)))
-        out.append(Sample(ids=ids, targets=tuple(range(1, n)), behavior=behavior, advantage=rng.normal(), limit=4096))
-    return out
+    return random_samples([draw.randrange(least, most) for _ in range(count)], SHAPES[name]["vocab_size"])
 
 
 def state_bytes(trainer: TorchTrainer) -> int:

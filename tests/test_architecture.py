@@ -133,6 +133,7 @@ PURE = [f for f in FILES if f.rpartition("/")[0] in PURE_FOLDERS] + [
     "weights/publishing/plan.py",
     "weights/ranges.py",
     "trainer/model/activation_memory.py",
+    "trainer/ranks/context_check.py",
     "trainer/ranks/rank_budget.py",
     "trainer/ranks/state_layout.py",
     "turns/accounts.py",

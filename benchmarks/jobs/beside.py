@@ -130,12 +130,13 @@ def sleep(state: Any, step: Callable[[], int]) -> dict[str, float]:
 
 
 def training(spec: dict[str, Any]) -> tuple[Callable[[], int], Any]:
-    from benchmarks.train.gpu import samples_of, trainer_of
+    from benchmarks.train.gpu import trainer_of
+    from benchmarks.train.random_model import random_samples
     from windfall.trainer.sleep import SleepingState
 
     config = Job(model=spec["model"]).config
     trainer = trainer_of({k: v for k, v in config.items() if k not in NOT_OF_QWEN3}, PACK)
-    samples = samples_of([LENGTH] * (PACK // LENGTH))
+    samples = random_samples([LENGTH] * (PACK // LENGTH), config["vocab_size"])
     import torch
 
     limit = part_of_gpu(spec["sm_share"])

@@ -281,9 +281,9 @@ class LendingFleet(SimFleet):
         for node in self._lenders:
             self.bring_up(node)
 
-    def bring_up(self, node: str) -> None:
+    def bring_up(self, node: str, ago_s: float = 0.0) -> None:
         if self._lending is None or node not in self._lenders:
-            super().bring_up(node)
+            super().bring_up(node, ago_s)
             return
         real, lending = self._scenario.real, self._lending
         now, life = asyncio.get_running_loop().time(), next(self._starts.setdefault(node, count(1)))

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
+from benchmarks.train.random_model import random_model
 from benchmarks.train.scale import make_samples
 from benchmarks.train.whole_weights import clean
 from windfall import algorithms
 from windfall.engine.torch.engine import TorchEngine
-from windfall.models.attention import NAME
+from windfall.models import experts
 from windfall.models.experts import ExpertReader
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
@@ -81,17 +82,7 @@ def main() -> None:
 def make_model(name: str, device: str, dtype: torch.dtype, **fields: Any) -> Any:
     """With random weights. `fields` of its configuration replace those of the shape."""
     shape = SHAPES[name] | {"max_position_embeddings": 4096, "tie_word_embeddings": False} | fields
-    config = Qwen3MoeConfig(**shape)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME).eval()
-    rotary = type(model.model.rotary_emb)(config)
-    model.to_empty(device=device)
-    model.model.rotary_emb = rotary.to(device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, p.shape[-1] ** -0.5) if p.dim() > 1 else p.fill_(1.0)
-    return model
+    return random_model(Qwen3MoeConfig(**shape), device, dtype)
 
 
 def check(device: str) -> str:
@@ -140,7 +131,8 @@ def gap(name: str, device: str, responses: int = 48, tokens: int = 128) -> str:
     learner, reader = Learner(model, say=lambda line: None), ExpertReader(model)
     rows = pack_experts(samples, learner.policy.replay)
     assert rows is not None, "the engine or the trainer does not find the experts of this model"
-    behavior, given = np.concatenate([s.behavior for s in samples]), torch.from_numpy(rows).transpose(0, 1).to(device)
+    behavior = np.concatenate([s.behavior for s in samples])
+    given = experts.known(experts.on_device(rows, model.device)).transpose(0, 1)
     gaps, chosen = [], []
     for replay in (True, False):
         with reader.reading() as found:

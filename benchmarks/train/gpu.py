@@ -1,13 +1,12 @@
 """Training and publishing on a GPU, compared with plain implementations: one table each, in about a minute.
 
     python benchmarks/train/gpu.py                 random weights in the shapes of Qwen3 0.6B and 8B (--layers of it)
-    python benchmarks/train/gpu.py --profile       also print the device time of a step by kernel
-    python benchmarks/train/gpu.py --fsdp          the same step unsharded and under FSDP2 with one rank (NCCL)
 
 A step is the gradient of all tokens and one update of the weights. The plain loop uses the module of transformers with
 its own attention, logits of the whole batch, cross entropy and the AdamW of torch, all in bfloat16; uneven lengths are
 padded. windfall's step has float32 masters, weights every token by the algorithm, and reports entropies. Share of peak:
 6 times the weights of the matrix products times the tokens, plus the products of attention, over 990 TFLOP/s.
+benchmarks/train/scale.py measures a step under FSDP2, and prints device times by kernel.
 """
 
 from __future__ import annotations
@@ -16,24 +15,20 @@ import argparse
 import gc
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
+from benchmarks.train.random_model import random_model, random_samples
 from windfall import algorithms
 from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.trainer.model.activation_memory import LEAST
-from windfall.trainer.ranks.ranks import Orders, TrainerRanks
-from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.trainer import TorchTrainer
-from windfall.training import Sample
 from windfall.weights.publishing.publish import Publisher
 
 PEAK = 990e12
@@ -48,20 +43,7 @@ LARGE: dict[str, Any] = {
 
 
 def model_of(shape: dict[str, Any], attention: str) -> Any:
-    with torch.device("cuda"):
-        made: Any = AutoModelForCausalLM.from_config(
-            Qwen3Config(**shape, max_position_embeddings=40_960), dtype=torch.bfloat16, attn_implementation=attention
-        )
-    return made.eval()
-
-
-def samples_of(lengths: list[int]) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    ids = [tuple(rng.integers(3, 150_000, n).tolist()) for n in lengths]
-    return [
-        Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.full(len(x) - 1, -12.0), advantage=a, limit=4096)
-        for x, a in zip(ids, rng.normal(size=len(ids)).tolist(), strict=True)
-    ]
+    return random_model(Qwen3Config(**shape, max_position_embeddings=40_960), "cuda", torch.bfloat16, attention)
 
 
 def flops(model: Any, lengths: list[int]) -> float:
@@ -122,20 +104,13 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
     return line(name, model, lengths, timed(step, 3, warm=1))
 
 
-def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: TrainerRanks | None = None) -> TorchTrainer:
-    """Sharded over `ranks`, if given."""
+def trainer_of(shape: dict[str, Any], micro_tokens: int) -> TorchTrainer:
     recipe = parse_recipe({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
-    model, orders = model_of(shape, NAME), None
-    if ranks is not None:
-        source = model.state_dict() | dict(model.named_buffers())
-        model, orders = sharded_policy(model.config, source, ranks, dtype=torch.bfloat16), Orders(ranks)
-        del source
-        free()
-    return TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=micro_tokens, orders=orders)
+    return TorchTrainer(model_of(shape, NAME), algorithms.make("grpo"), recipe, micro_tokens=micro_tokens)
 
 
 def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) -> float:
-    made = samples_of(lengths)
+    made = random_samples(lengths, SMALL["vocab_size"])
 
     def step() -> None:
         t.forward_backward(made)
@@ -150,18 +125,7 @@ def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) ->
     return line(name, t.model, lengths, step_s, f"layers keep {sorted(set(levels))}")
 
 
-def profile(t: TorchTrainer, lengths: list[int]) -> None:
-    made = samples_of(lengths)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        t.forward_backward(made)
-        torch.cuda.synchronize()
-    rows = sorted(found.key_averages(), key=lambda k: -k.self_device_time_total)
-    print(f"  device time {sum(k.self_device_time_total for k in rows) / 1e3:.1f} ms, of which")
-    for k in rows[:22]:
-        print(f"  {k.self_device_time_total / 1e3:8.2f} ms {k.count:5d} x  {k.key[:110]}")
-
-
-def train(layers: int, profiled: bool) -> None:
+def train(layers: int) -> None:
     even = [1024] * 8
     rng = random.Random(0)
     uneven = [min(2048, 128 + int(rng.expovariate(1 / 472))) for _ in range(64)]
@@ -171,8 +135,6 @@ def train(layers: int, profiled: bool) -> None:
     t = trainer_of(SMALL, 32_768)
     one = ours(t, even, "0.6B, 8 x 1024: windfall")
     ours(t, [1024] * 64, "0.6B, 64 x 1024: windfall", repeats=2)
-    if profiled:
-        profile(t, even)
     many = ours(t, uneven, f"0.6B, 64 x 128..2048 ({sum(uneven):,} tokens): windfall", repeats=2)
     t.learner.policy.body = None
     ours(t, even, "0.6B, 8 x 1024: windfall on transformers' layers", repeats=2)
@@ -184,31 +146,10 @@ def train(layers: int, profiled: bool) -> None:
     t = trainer_of({**LARGE, "num_hidden_layers": layers}, 32_768)
     ours(t, even, f"8B shape, {layers} layers, 8 x 1024: windfall", repeats=2)
     ours(t, [1024] * 32, f"8B shape, {layers} layers, 32 x 1024: windfall", repeats=2)
-    if profiled:
-        profile(t, even)
     t.learner.use_own_layers(keep=LEAST)
     ours(t, even, f"8B shape, {layers} layers, 8 x 1024: everything computed again", repeats=1)
     del t
     free()
-
-
-def fsdp(layers: int) -> None:
-    """The same step unsharded and sharded."""
-    even = [1024] * 8
-    print(f"{'training':<58}{'a step':>11}{'':>16}{'of peak':>7}{'memory':>9}")
-    with tempfile.TemporaryDirectory() as folder:
-        one = TrainerRanks.join(0, 1, f"file://{folder}/ranks", device="cuda", timeout_s=600.0)
-        for name, shape in (("0.6B", SMALL), (f"8B shape, {layers} layers", {**LARGE, "num_hidden_layers": layers})):
-            for ranks in (None, one):
-                how = "unsharded" if ranks is None else "FSDP2"
-                t = trainer_of(shape, 32_768, ranks)
-                for lengths in (even, [1024] * 32):
-                    ours(t, lengths, f"{name}, {len(lengths)} x 1024: {how}", repeats=3)
-                t.learner.policy.body = None
-                ours(t, even, f"{name}, 8 x 1024: {how}, transformers' layers", repeats=2)
-                del t
-                free()
-        torch.distributed.destroy_process_group()
 
 
 def published(name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -260,17 +201,13 @@ def publishing(layers: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", action="store_true", help="print the device time of a step by kernel")
     parser.add_argument("--layers", type=int, default=16, help="number of layers of the 8B shape in training")
-    parser.add_argument("--fsdp", action="store_true", help="compare a step unsharded and under FSDP2 with one rank")
     parser.add_argument("--only", choices=("train", "publish"))
     args = parser.parse_args()
     began = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if args.fsdp:
-        fsdp(args.layers)
-    elif args.only != "publish":
-        train(args.layers, args.profile)
-    if args.only != "train" and not args.fsdp:
+    if args.only != "publish":
+        train(args.layers)
+    if args.only != "train":
         publishing(36)
     print(f"{time.perf_counter() - began:.0f} s")

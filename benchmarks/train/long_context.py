@@ -14,13 +14,12 @@ import argparse
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.train.whole_weights import ALL, clean, empty_model
+from benchmarks.train.random_model import random_samples
+from benchmarks.train.whole_weights import ALL, clean, model_of
 from windfall import algorithms
 from windfall.free_memory import free_bytes
-from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.memory_plan import plan_memory
@@ -28,7 +27,6 @@ from windfall.trainer.model import lora
 from windfall.trainer.model.activation_memory import ALL as ALL_KEPT
 from windfall.trainer.model.activation_memory import LEAST, LIGHT
 from windfall.trainer.trainer import TorchTrainer, peak_bytes
-from windfall.training import Sample
 
 
 def main() -> None:
@@ -62,7 +60,7 @@ def row(args: Any, tokens: int, *, recompute: bool) -> str:
     train |= {} if args.all_weights else {"lora": {"rank": 16}}
     recipe = parse_recipe({"train": train, "fleet": {"local": False}}, where="benchmark")
     on_gpu = args.device == "cuda"
-    model = empty_model(args.model, args.device, torch.bfloat16 if on_gpu else torch.float32, NAME)
+    model = model_of(args.model, args.device, torch.bfloat16 if on_gpu else torch.float32)
     free, total = (free_bytes("cuda"), torch.cuda.mem_get_info()[1]) if on_gpu else (64e9, 64e9)
     plan = plan_memory(recipe, model, tokens, free=free, total=total, host=free_bytes())
     if not args.all_weights:
@@ -71,11 +69,11 @@ def row(args: Any, tokens: int, *, recompute: bool) -> str:
     trainer = TorchTrainer(model, algorithms.make("dr_grpo"), recipe, micro_tokens=plan.pack_tokens, host_share=share)
     body = trainer.learner.policy.body
     kept = body.levels(tokens, trainer.device) if body is not None else []
-    sample, took_s, peak = response(ALL[args.model]["vocab_size"], tokens), 0.0, 0
+    samples, took_s, peak = random_samples([tokens], ALL[args.model]["vocab_size"]), 0.0, 0
     peak_bytes(trainer.device)
     for step in range(args.steps + 1):
         began_s = time.perf_counter()
-        trainer.forward_backward([sample])
+        trainer.forward_backward(samples)
         report = trainer.optim_step()
         assert not report.skipped, report
         took_s += (time.perf_counter() - began_s) * (step > 0)
@@ -83,13 +81,6 @@ def row(args: Any, tokens: int, *, recompute: bool) -> str:
     predicted = "-" if recompute else f"{plan.peak_bytes / 1e9:.1f}"
     levels = "/".join(str(kept.count(level)) for level in (ALL_KEPT, LIGHT, LEAST)) if kept else "-"
     return f"{tokens * args.steps / took_s:>12,.0f}{predicted:>12}{peak / 1e9:>12.1f}{levels:>12}"
-
-
-def response(vocabulary: int, tokens: int) -> Sample:
-    rng = np.random.default_rng(0)
-    ids = tuple(rng.integers(3, vocabulary, tokens).tolist())
-    behavior = np.full(tokens - 1, -float(np.log(vocabulary)))
-    return Sample(ids=ids, targets=tuple(range(1, tokens)), behavior=behavior, advantage=1.0, limit=tokens)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
     python benchmarks/train/scale.py --device cuda --profile    also the device time of a step by kernel
 
 "adapters fsdp2" has a split base, "adapters whole" is one rank of several that have the whole base: both sum gradients
-over the ranks, which is one rank here.
+over the ranks, which is one rank here. With --variant also: "fsdp2 keep" does not free the weights of a layer between
+its forward and its backward pass, "fsdp2 prefetch" gathers every layer before it is needed, "transformers" is unsharded
+with the layers of transformers, and "compiled" the same under torch.compile.
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
@@ -26,13 +28,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
+from benchmarks.train.random_model import random_model, random_samples
 from windfall import algorithms
-from windfall.models.attention import NAME
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer.model import lora
@@ -43,7 +44,10 @@ from windfall.trainer.trainer import TorchTrainer, peak_bytes
 from windfall.training import Sample
 
 PEAK = 990e12
-VARIANTS = ("unsharded", "fsdp2", "adapters", "adapters fsdp2", "adapters whole", "fsdp2 prefetch")
+VARIANTS = (
+    "unsharded", "fsdp2", "adapters", "adapters fsdp2", "adapters whole", "fsdp2 keep", "fsdp2 prefetch",
+    "transformers", "compiled",
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -70,7 +74,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
-        "--variant", nargs="+", choices=VARIANTS, help="With one rank. Default on a GPU: all but the last one."
+        "--variant", nargs="+", choices=VARIANTS, help="With one rank. Default on a GPU: the first five."
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
@@ -95,7 +99,7 @@ def rows_of_one_rank(args: Any) -> None:
     began_s = time.monotonic()
     for name in args.model or (("0.6B", "8B") if args.device == "cuda" else ("tiny",)):
         first = 0.0
-        for variant in args.variant or VARIANTS[:-1]:
+        for variant in args.variant or VARIANTS[:5]:
             if time.monotonic() - began_s > args.seconds:
                 print(f"{name:<22}{variant:<16}  no time", flush=True)
                 continue
@@ -175,13 +179,21 @@ def measure(
 ) -> tuple[float, float, int, int]:
     """Returns tokens/s, share of peak, bytes of state, and peak bytes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    alone = variant in ("unsharded", "adapters")
+    alone = variant in ("unsharded", "adapters", "transformers", "compiled")
     ranks = TrainerRanks.alone(device)
     if not alone:
         ranks = TrainerRanks.join(rank, size, meeting, device=device, timeout_s=300)
     trainer = make_trainer(name, variant, ranks)
+    layers: list[Any] = decoder_layers(trainer.model)
     if "prefetch" in variant:
-        prefetch(trainer.model)
+        prefetch(layers)
+    if variant in ("transformers", "compiled"):
+        trainer.learner.policy.body = None
+    for layer in layers:
+        if "keep" in variant:
+            layer.set_reshard_after_forward(False)
+        if variant == "compiled":
+            layer.compile()
     peak_bytes(torch.device(device))
     if not ranks.first:
         trainer.orders.follow()
@@ -204,9 +216,8 @@ def measure(
     return tokens / took_s, share, state_bytes(trainer), report.peak_bytes
 
 
-def prefetch(model: Any) -> None:
+def prefetch(layers: list[Any]) -> None:
     """Let every layer gather the next one before it computes, in both directions."""
-    layers: list[Any] = decoder_layers(model)
     for one, two in pairwise(layers):
         one.set_modules_to_forward_prefetch([two])
         two.set_modules_to_backward_prefetch([one])
@@ -230,7 +241,6 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
     sections = {"train": {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9}}
     dtype = torch.float32 if ranks.device == "cpu" else torch.bfloat16
     shape = Qwen3Config(**SHAPES[name], max_position_embeddings=4096)
-    torch.manual_seed(0)
 
     def attach(model: Any) -> None:
         if adapters:
@@ -238,8 +248,7 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
 
     model: Any = None
     if ranks.first:
-        with torch.device(ranks.device):
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME).eval()
+        model = random_model(shape, ranks.device, dtype)
         attach(model)
     if ranks.distributed:
         source = model and dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -255,16 +264,9 @@ def make_trainer(name: str, variant: str, ranks: TrainerRanks) -> TorchTrainer:
 
 
 def make_samples(name: str) -> list[Sample]:
-    draw, rng = random.Random(0), np.random.default_rng(0)
-    size = SHAPES[name]["vocab_size"]
+    draw = random.Random(0)
     count, least, most = {"tiny": (8, 16, 64), "cpu": (48, 64, 256)}.get(name, (48, 512, 2048))
-    lengths = [draw.randrange(least, most) for _ in range(count)]
-    out = []
-    for n in lengths:
-        ids = tuple(rng.integers(3, size, n).tolist())
-        behavior = np.full(n - 1, -float(np.log(size)))
-        out.append(Sample(ids=ids, targets=tuple(range(1, n)), behavior=behavior, advantage=rng.normal(), limit=4096))
-    return out
+    return random_samples([draw.randrange(least, most) for _ in range(count)], SHAPES[name]["vocab_size"])
 
 
 def state_bytes(trainer: TorchTrainer) -> int:

@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
+from benchmarks.train.random_model import random_model
 from benchmarks.train.scale import SHAPES, make_samples
 from windfall import algorithms
 from windfall.free_memory import free_bytes
@@ -152,19 +153,8 @@ def link(nbytes: int = 1 << 30) -> str:
     return f"link to the host: {copy((0,)):.0f} GB/s in, {copy((1,)):.0f} out, {copy((0, 1)):.0f} each at once"
 
 
-def empty_model(name: str, device: str, dtype: torch.dtype, attention: str) -> Any:
-    config = Qwen3Config(**ALL[name], max_position_embeddings=4096)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-    rotary = type(model.model.rotary_emb)(config)
-    model.to_empty(device=device)
-    model.model.rotary_emb = rotary.to(device)
-    model.tie_weights()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.02) if p.dim() > 1 else p.fill_(1.0)
-    return model
+def model_of(name: str, device: str, dtype: torch.dtype, attention: str = NAME) -> Any:
+    return random_model(Qwen3Config(**ALL[name], max_position_embeddings=4096), device, dtype, attention)
 
 
 def samples_of(name: str) -> list[Sample]:
@@ -176,7 +166,7 @@ def windfall(name: str, variant: str, args: Any) -> list[Any]:
     train: dict[str, Any] = {"engine_gap_limit": 1e9, "engine_gap_alarm": 1e9, "lr": 1e-6}
     recipe = parse_recipe({"train": train | VARIANTS[variant]}, where="benchmark")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = empty_model(name, device, dtype, NAME)
+    model = model_of(name, device, dtype)
     samples = samples_of(name)
     longest = max(len(s.ids) for s in samples)
     free, total = (free_bytes("cuda"), torch.cuda.mem_get_info()[1]) if device == "cuda" else (64e9, 64e9)
@@ -216,7 +206,7 @@ def plain(name: str, args: Any) -> list[Any]:
 
 def _plain(name: str, args: Any, ranks: TrainerRanks) -> list[Any]:
     device, samples = args.device, samples_of(name)
-    model = empty_model(name, device, torch.float32, "sdpa").train()
+    model = model_of(name, device, torch.float32, "sdpa").train()
     state_gb = 16e-9 * sum(p.numel() for p in model.parameters())
     if device == "cuda" and state_gb > PLAIN_SHARE * torch.cuda.mem_get_info()[1] / 1e9:
         raise RuntimeError(f"its state of {state_gb:.0f} GB leaves too little for activations")

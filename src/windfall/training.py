@@ -186,8 +186,8 @@ class Report:
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float = 0.0
     router_gap: float = 0.0
-    """In a model with experts that were replayed: `engine_gap` as it would be without, over the fresh tokens of one
-    pack of each rank. 0 if none were."""
+    """In a model with experts that were replayed: `engine_gap` as it would be without, over the fresh tokens of some
+    short samples of each rank. 0 if none were."""
     replayed_experts: float = 0.0
     """Share of the tokens whose engine had recorded the experts."""
     expert_load: float = 0.0

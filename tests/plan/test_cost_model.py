@@ -53,6 +53,8 @@ def test_context_groups_train_what_one_gpu_cannot_hold() -> None:
         cost_model.DoesNotFit, match=r"8 H100 cannot be divided into groups of train\.context_parallel = 3"
     ):
         cost_model.fsdp(replace(WORK, context_parallel=3), h100, 8, 8, 50e9, FITTED)
+    with pytest.raises(cost_model.DoesNotFit, match="3 ranks cannot divide 32 heads equally"):
+        cost_model.fsdp(replace(WORK, context_parallel=3), h100, 6, 8, 50e9, FITTED)
 
 
 def test_larger_packs_need_more_memory_and_smaller_ones_send_more() -> None:

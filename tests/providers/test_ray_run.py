@@ -1,8 +1,9 @@
-"""`windfall ray`: a whole run on a Ray cluster, whose nodes are killed; and as a Ray job that is stopped. Needs
-`make test-ray`."""
+"""`windfall ray`: a whole run on a Ray cluster, whose nodes are killed; and as a Ray job that is stopped. These need
+`make test-ray`. How a rank is kept is tested without Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from windfall.backoff import RestartDelay
 from windfall.events.log import read
+from windfall.on_ray import whole_run
 
 RECIPE = """
 [run]
@@ -191,3 +194,23 @@ def test_ray_job_runs_a_whole_run_and_is_stopped(tmp_path: Path, two_nodes: Any)
     client.stop_job(job)
     nothing_is_left(run)
     until(job, lambda: client.get_job_status(job) == jobs.JobStatus.STOPPED, "the job to be stopped")
+
+
+def test_rank_that_ends_is_started_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one with a wrong secret. The first rank, too, says with which status it ended."""
+    waits: list[float] = []
+
+    class Recorded(RestartDelay):
+        def after_death(self, *, lived_s: float) -> float:
+            waits.append(super().after_death(lived_s=0.0))
+            if len(waits) == 3:
+                raise asyncio.CancelledError
+            return 0.0
+
+    monkeypatch.setattr(whole_run, "restart_delay", Recorded)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(whole_run.RunActor().keep("rank-0", ["-c", "raise SystemExit(3)"], {}))
+    assert waits == [0.2, 0.4, 0.8]
+    assert capfd.readouterr().err.count("rank-0 ended with status 3") == 2

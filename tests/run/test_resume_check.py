@@ -49,6 +49,14 @@ def test_change_of_a_fixed_key_is_refused_with_the_reason(run: Path, change: str
     assert "windfall train RECIPE.toml --set model.path=" in caught.value.fix
 
 
+def test_refused_context_groups_stay_out_of_the_recipe(run: Path) -> None:
+    """The heads of the model are known from its config.json, so no trainer has to say it."""
+    before = (run / "recipe.toml").read_text()
+    with pytest.raises(WindfallError, match=r"train\.context_parallel = 3: this model has 4 heads"):
+        start.resume(edited(run, "train.context_parallel=3", "train.ranks=3"), run)
+    assert (run / "recipe.toml").read_text() == before
+
+
 def test_all_refused_changes_are_reported_at_once(run: Path) -> None:
     with pytest.raises(WindfallError) as caught:
         resume_check.check_changes(edited(run, "run.seed=7", "run.name=x", "train.lr=0.5"), run)

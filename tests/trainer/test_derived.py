@@ -1,4 +1,5 @@
-"""The spec of engines whose adapters change the head or the embeddings: two matrices if they are merged."""
+"""The spec of engines whose adapters change the head or the embeddings: two matrices if they are merged. And when
+activations are computed again."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from windfall.errors import WindfallError
-from windfall.models import load
+from windfall.models import attention, load
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
 from windfall.trainer import derived
 from windfall.trainer.model import lora
+from windfall.trainer.model.logprobs import PolicyModule
+from windfall.trainer.model.packs import pack_rows
+from windfall.training import Sample
 
 
 def tied(recipe: dict[str, Any]) -> bool:
@@ -43,3 +50,44 @@ def test_adapters_beside_each_other_change_no_matrix() -> None:
     assert tied(recipe)
     with pytest.raises(WindfallError, match="vLLM holds no adapters of the head or the embeddings"):
         tied(recipe | {"engine": {"name": "vllm"}})
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_hidden_layers": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SHAPE),
+        Qwen3MoeConfig(**SHAPE, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=64),
+    ],
+    ids=["dense", "experts"],
+)
+def test_activations_are_computed_again_if_they_fill_much_of_the_memory(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "auto" goes by an estimate of what autograd keeps, which is measured here."""
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    recipe = parse_recipe({"train": {"micro_tokens": 256}, "rollout": {"max_tokens": 200}}, where="test")
+    for share, again in ((0.18, False), (0.5, True)):
+        monkeypatch.setattr(derived, "free_bytes", lambda device="cpu", share=share: kept_bytes(model, 256) / share)
+        assert derived.derive(recipe, model, "cpu", "float32", [20]).checkpoint_activations == again
+
+
+def kept_bytes(model: Any, tokens: int) -> int:
+    """What autograd keeps of a pass over this many tokens, apart from weights."""
+    weights, kept = {t.untyped_storage().data_ptr() for t in model.parameters()}, dict[int, torch.UntypedStorage]()
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if (storage := t.untyped_storage()).data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return t
+
+    sample = Sample(ids=(5,) * tokens, targets=(1,), behavior=np.zeros(1), advantage=1.0, limit=tokens)
+    rows = pack_rows([sample], torch.device("cpu")).rows
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        PolicyModule(model).transformers_body(rows)
+    return sum(storage.nbytes() for storage in kept.values())

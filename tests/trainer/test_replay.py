@@ -17,10 +17,12 @@ from windfall.algorithms import make
 from windfall.chosen_experts import UNKNOWN
 from windfall.engine.selftest.small_model import _weight_names
 from windfall.errors import WindfallError
+from windfall.models import experts as experts_module
 from windfall.models.attention import NAME
-from windfall.models.experts import ExpertReader
+from windfall.models.experts import ExpertReader, known, on_device
 from windfall.recipe.file import parse_recipe
 from windfall.trainer import selftest
+from windfall.trainer import trainer as trainer_module
 from windfall.trainer.model.gradients import Gradients, trained
 from windfall.trainer.model.logprobs import Learner, pack_experts
 from windfall.trainer.trainer import TokenTotals, TorchTrainer
@@ -132,17 +134,17 @@ def test_every_trained_token_has_the_experts_of_the_engine() -> None:
     learner, reader = Learner(trainer, say=lambda line: None), ExpertReader(trainer)
     rows = pack_experts(samples, learner.policy.replay)
     assert rows is not None
-    given = torch.from_numpy(rows).transpose(0, 1)
+    given = known(on_device(rows, torch.device("cpu"))).transpose(0, 1)
 
     def chosen(replay: bool) -> torch.Tensor:
         with reader.reading() as found:
             learner.score(samples, 1.0, replay=replay)
         return torch.stack(found)
 
-    known = given >= 0
-    assert int((~known).sum()) == len(samples) * given.shape[0] * CHOSEN, "only the last token of each"
-    assert torch.equal(chosen(True)[known], given[known])
-    assert not torch.equal(chosen(False)[known], given[known])
+    told = given >= 0
+    assert int((~told).sum()) == len(samples) * given.shape[0] * CHOSEN, "only the last token of each"
+    assert torch.equal(chosen(True)[told], given[told])
+    assert not torch.equal(chosen(False)[told], given[told])
     exact = Learner(served, say=lambda line: None)
     logp, _ = exact.score(samples, 1.0)
     np.testing.assert_allclose(logp, np.concatenate([s.behavior for s in samples]), atol=1e-4)
@@ -163,6 +165,24 @@ def test_other_routers_are_replayed_or_refused(kind: str, why: str) -> None:
     config = hostile.Architecture(kind=kind).config()
     refused = selftest.replay_refusal(config.to_dict(), device="cpu", names=_weight_names(config))
     assert (why in refused) if why else not refused
+
+
+def test_experts_stay_narrow_until_a_layer_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits for each, or 16 for 256 experts and more, with the same result."""
+    samples, learner = random_samples(), Learner(model(), say=lambda line: None)
+    found = []
+    for dtype in (np.uint8, np.uint16):
+        wide = [np.frombuffer(s.experts, np.uint8).astype(dtype) for s in samples]
+        for w in wide:
+            w[w == UNKNOWN[0]] = np.iinfo(dtype).max
+        monkeypatch.setattr(experts_module, "dtype_of", lambda experts, dtype=dtype: dtype)
+        given = [replace(s, experts=w.tobytes()) for s, w in zip(samples, wide, strict=True)]
+        rows = pack_experts(given, learner.policy.replay)
+        assert rows is not None
+        assert rows.dtype == dtype
+        found.append((learner.score(given, 1.0)[0], learner.loads(given)))
+    assert torch.equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 def test_loads_of_experts_count_every_known_choice() -> None:
@@ -194,6 +214,35 @@ def test_only_tokens_with_known_experts_count_as_replayed() -> None:
                 trainer.optim_step()
         else:
             assert trainer.optim_step().replayed_experts == pytest.approx(14 / 24)
+
+
+def test_few_tokens_are_computed_without_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per update, and only if there are fresh tokens whose experts are known."""
+    monkeypatch.setattr(trainer_module, "COMPARED_TOKENS", 40)
+    samples = [replace(s, advantage=1.0) for s in random_samples((30, 17, 40, 5, 9, 11, 14))]
+    old = replace(samples[3], lag=np.ones(len(samples[3].targets), np.uint16))
+    recipe = parse_recipe({"train": {"engine_gap_limit": 100.0}}, where="test")
+    trainer = TorchTrainer(model(), make("grpo"), recipe, micro_tokens=1000)
+    compared: list[list[int]] = []
+    score = trainer.learner.score
+
+    def record(pack: Sequence[Sample], temperature: float, *, replay: bool = True) -> Any:
+        if not replay:
+            compared.append(sorted(len(s.ids) for s in pack))
+        return score(pack, temperature, replay=replay)
+
+    monkeypatch.setattr(trainer.learner, "score", record)
+    for given, wanted in (
+        ([*samples[6:], old], []),
+        (samples, [[5, 9, 11]]),
+        (samples, []),
+    ):
+        compared.clear()
+        trainer.forward_backward(given)
+        assert compared == wanted
+    assert trainer.optim_step().router_gap > 0
+    trainer.forward_backward(samples[:1])
+    assert compared == [[30]]
 
 
 def test_experts_of_another_model_are_refused() -> None:

@@ -18,6 +18,7 @@ import pytest
 from tests.support.runs.turn_server import WAIT_S, Served, served, until
 from windfall.errors import WindfallError
 from windfall.turns.client import FREE, SharedDevice, SharedDevices, of_environment
+from windfall.turns.residence import WORTH
 from windfall.turns.server import MAX_OF_JOB, TurnServer
 
 HOLD = "assert turn.take(60)\nprint('turn')\nimport time\ntime.sleep(600)"
@@ -433,7 +434,7 @@ class KeptState:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.awake = True
-        self.moves = 0
+        self.moved_s = 0.0
         self.device: list[KeptState] = []
         """All states that share a device of 200 bytes, of which 60 are used for something else."""
 
@@ -441,8 +442,9 @@ class KeptState:
         return (140 - sum(state.nbytes for state in self.device if state.awake) if self.device else 0), 0
 
     def sleep(self) -> None:
-        self.awake, self.moves = False, self.moves + 1
+        began_s, self.awake = time.monotonic(), False
         time.sleep(0.002)
+        self.moved_s += time.monotonic() - began_s
 
     def wake(self) -> bool:
         slept, self.awake = not self.awake, True
@@ -482,11 +484,11 @@ def test_trainers_whose_states_do_not_fit_together_replace_each_other(
             asleep = server.snapshot()["devices"]["gpu"]["asleep"]
             assert len(asleep) == 3 - most_awake
             assert not any(states[job].awake for job in asleep)
-            worked = len(server.turns)
+            worked_s = sum(turn["end_s"] - turn["start_s"] for turn in server.turns)
     assert not failures
-    moves = sum(state.moves for state in states.values())
-    assert (moves > 0) == (most_awake < 3)
-    assert moves < worked / 5, "a state that was fetched works for a while before it leaves"
+    moved_s = sum(state.moved_s for state in states.values())
+    assert (moved_s > 0) == (most_awake < 3)
+    assert worked_s > WORTH / 2 * moved_s, "a state that was fetched works for a while before it leaves"
 
 
 def test_a_trainer_that_does_not_sleep_when_asked_is_killed(path: Path) -> None:

@@ -47,26 +47,43 @@ def largest(layers: list[ExpertLayer]) -> int:
 
 
 def numbers(data: bytes, tokens: int, layers: list[ExpertLayer]) -> np.ndarray:
-    """Chosen experts (chosen_experts.py) as (tokens, layers, chosen); -1 is an unknown one. Raises WindfallError for
-    those of another model."""
+    """Chosen experts (chosen_experts.py) as (tokens, layers, chosen); the largest number is an unknown one. Raises
+    WindfallError for those of another model."""
     experts = largest(layers)
     dtype = np.dtype(dtype_of(experts))
     if not data or len(data) % (tokens * len(layers) * dtype.itemsize):
         what = f"{len(data)} bytes cannot be the chosen experts of {tokens} tokens in {len(layers)} layers"
         raise WindfallError(what, fix="A worker runs another model, or another version of windfall.")
-    found = np.frombuffer(data, dtype).reshape(tokens, len(layers), -1).astype(np.int64)
-    found[found == np.iinfo(dtype).max] = -1
-    if (last := int(found.max(initial=0))) >= experts:
-        what = f"expert {last} was chosen, but a layer has only {experts}"
+    found = np.frombuffer(data, dtype).reshape(tokens, len(layers), -1)
+    if (beyond := int((found + 1).max(initial=0))) > experts:  # the largest number plus 1 is 0
+        what = f"expert {beyond - 1} was chosen, but a layer has only {experts}"
         raise WindfallError(what, fix="A worker runs another model, or another version of windfall.")
     return found
 
 
-def loads(found: np.ndarray, experts: int) -> np.ndarray:
-    """How many tokens each expert computes, as (layers, experts), from what `numbers` returns."""
-    layers = found.shape[1]
-    at = (found + experts * np.arange(layers)[:, None])[found >= 0]
-    return np.bincount(at, minlength=layers * experts).reshape(layers, experts)
+def on_device(rows: np.ndarray, device: torch.device) -> Tensor:
+    """What `numbers` returns, for `known`. It stays narrow: as int64 it would be 8 times as much to copy."""
+    # torch has few operations for uint16. As int16, the largest number is -1, and no model has 32,768 experts.
+    narrow = torch.from_numpy(rows if rows.dtype == np.uint8 else rows.view(np.int16))
+    return narrow.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else narrow
+
+
+def known(narrow: Tensor) -> Tensor:
+    """Numbers of experts in int64; -1 is an unknown one.
+
+    >>> for dtype in (np.uint8, np.uint16):
+    ...     print(known(on_device(np.array([0, 200, np.iinfo(dtype).max], dtype), torch.device("cpu"))).tolist())
+    [0, 200, -1]
+    [0, 200, -1]
+    """
+    wide = narrow.long()
+    return wide.masked_fill(wide == 255, -1) if narrow.dtype == torch.uint8 else wide
+
+
+def loads(narrow: Tensor, experts: int) -> np.ndarray:
+    """How many tokens each expert computes, as (layers, experts), from what `on_device` returns."""
+    each = [torch.bincount(known(layer).flatten() + 1, minlength=experts + 1) for layer in narrow.unbind(1)]
+    return torch.stack(each)[:, 1:].cpu().numpy()
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
@@ -132,7 +149,7 @@ class ExpertReplay:
 
     @contextmanager
     def replaying(self, given: Tensor | None) -> Iterator[None]:
-        """`given`: (layers, tokens, chosen) on the device; -1 where the router chooses. None: it always does. Backward
+        """`given`: what `on_device` returns; the router chooses where it is unknown. None: it always does. Backward
         passes that compute activations again must be within, too."""
         self._given = given
         try:
@@ -143,7 +160,7 @@ class ExpertReplay:
     def _enter(self, n: int, count: int) -> Any:
         def enter(block: nn.Module, args: Any) -> None:
             if self._given is not None:
-                mode = _GivenChoice(self._given[n], count)
+                mode = _GivenChoice(known(self._given[:, n]), count)
                 mode.__enter__()
                 self._modes.append(mode)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,11 @@ def config(name: str) -> dict[str, Any]:
     return (read_json(file) if file is not None else None) or {}  # loading it reports what is wrong with it
 
 
-def load(name: str, *, dtype: str, device: str) -> Any:
+def load(name: str, *, dtype: str, device: str, check: Callable[[Any], None] | None = None) -> Any:
+    """`check`: refuses a model by its configuration, before its weights are read."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
     from transformers.utils import logging
 
     from windfall.models import attention
@@ -88,9 +90,11 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     where = fetch(name)
     if isinstance(where, Path) and adapter_folder.is_adapter(where):
-        return _load_merged(where, dtype=dtype, device=device)
+        return _load_merged(where, dtype=dtype, device=device, check=check)
     try:
         multimodal.refuse(PreTrainedConfig.get_config_dict(where)[0], name)
+        if check is not None:
+            check(AutoConfig.from_pretrained(where))
         read: Any = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=getattr(torch, dtype),
@@ -109,11 +113,11 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
+def _load_merged(folder: Path, *, dtype: str, device: str, check: Callable[[Any], None] | None) -> Any:
     import torch
 
     config, path = adapter_folder.read_config(folder), adapter_base(folder)
-    model = load(path, dtype=dtype, device=device)
+    model = load(path, dtype=dtype, device=device, check=check)
     weights = model.state_dict()
     tensors = adapter_folder.read_tensors(folder, weights)
     found = merged.pairs(tensors, {name: t.shape for name, t in weights.items()}, str(folder))

@@ -2,7 +2,7 @@
 
     windfall ray ── placement group ──┬─ bundle 0: RunActor ── windfall resume RUN (supervisor, controller)
     (driver)                          │                    └── windfall trainer --join, rank 0
-                                      ├─ bundle 1: WorkerActor ── windfall trainer --join, rank 1
+                                      ├─ bundle 1: RankActor ── windfall trainer --join, rank 1
                                       └─ ...                          workers: [fleet.ray] of the recipe
 
 - One bundle for each rank (`train.ranks`). With "auto" there is one bundle, and the run itself starts a rank for each
@@ -32,8 +32,6 @@ from windfall.errors import WindfallError
 from windfall.link import network
 from windfall.providers.ray.driver import CONNECT_S, SHUTDOWN_S, WorkerActor
 
-AGAIN_S = 1.0
-"""Seconds before the command of rank 0 is started again after it has ended."""
 PASSED_ON = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_USAGE_STATS_ENABLED")
 """Environment variables of a Ray job that the drivers of the run's workers need: its runtime environment."""
 
@@ -69,7 +67,25 @@ class RayRun:
         return {name: str(value) for name, value in numbers.items()} | {"WINDFALL_TRAINER_TOKEN": self.secret}
 
 
-class RunActor(WorkerActor):
+def restart_delay() -> RestartDelay:
+    """Of a process that loads its software for many seconds before it can fail, or of a node that was lost."""
+    return RestartDelay(young_s=60.0, limit_s=60.0)
+
+
+class RankActor(WorkerActor):
+    async def keep(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        """Keep a command running, as long as this actor lives."""
+        delay, loop = restart_delay(), asyncio.get_running_loop()
+        while True:
+            command, began_s = WorkerActor(), loop.time()
+            await command.start(name, arguments, env)
+            code = await command.wait()
+            wait_s = delay.after_death(lived_s=loop.time() - began_s)
+            print(f"{name} ended with status {code}; starting it again in {wait_s:g} s", file=sys.stderr, flush=True)
+            await asyncio.sleep(wait_s)
+
+
+class RunActor(RankActor):
     """The run's own processes: that of `windfall resume`, and the command of rank 0, which must be on its machine."""
 
     async def place(self) -> tuple[str, int]:
@@ -80,14 +96,6 @@ class RunActor(WorkerActor):
 
     async def sees(self, folder: str) -> bool:
         return (Path(folder) / "recipe.toml").is_file()
-
-    async def keep_rank(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        """Keep the command of rank 0 running, as long as this call is not canceled."""
-        while True:
-            rank = WorkerActor()
-            await rank.start("rank-0", arguments, env)
-            await rank.wait()
-            await asyncio.sleep(AGAIN_S)
 
 
 class RayDriver:
@@ -109,7 +117,7 @@ class RayDriver:
             self._group = groups.placement_group([self._run.bundle()] * count, strategy="PACK")
             self._say(f"asking Ray for {count} x {self._run.bundle()}")
             await self._in_time(self._group.ready(), f"{count} bundles of {self._run.bundle()}")
-            delay = RestartDelay(young_s=60.0, limit_s=60.0)
+            delay = restart_delay()
             while not self._asked.is_set():
                 began_s = loop.time()
                 code = await self._start()
@@ -137,7 +145,7 @@ class RayDriver:
             if run.ranks:
                 url = f"http://{network.in_url(host)}:{port}"
                 changes += ["--set", f"train.rendezvous={url.removeprefix('http://')}"]
-                actor.keep_rank.remote(run.rank_command(url), run.rank_environment(0))  # ends with the actor
+                actor.keep.remote("rank-0", run.rank_command(url), run.rank_environment(0))  # ends with the actor
                 tasks += [asyncio.create_task(self._keep_rank(rank, url)) for rank in range(1, run.ranks)]
             env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
             env["RAY_ADDRESS"] = self._ray.get_runtime_context().gcs_address
@@ -165,14 +173,11 @@ class RayDriver:
     async def _keep_rank(self, rank: int, url: str) -> None:
         """Keep the command of a rank running in its bundle, wherever Ray puts that."""
         run, lost = self._run, self._ray.exceptions.RayError
-        delay, loop = RestartDelay(young_s=60.0, limit_s=60.0), asyncio.get_running_loop()
+        delay, loop = restart_delay(), asyncio.get_running_loop()
         while True:
-            actor, began_s = self._actor(WorkerActor, rank), loop.time()
+            actor, began_s = self._actor(RankActor, rank), loop.time()
             try:
-                await actor.start.remote(f"rank-{rank}", run.rank_command(url), run.rank_environment(rank))
-                self._say(f"rank {rank} has started")
-                code = await actor.wait.remote()
-                self._say(f"the command of rank {rank} ended with status {code}")
+                await actor.keep.remote(f"rank-{rank}", run.rank_command(url), run.rank_environment(rank))
             except lost as e:
                 self._say(f"rank {rank} is lost ({type(e).__name__}); starting it again")
             finally:

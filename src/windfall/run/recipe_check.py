@@ -24,11 +24,12 @@ from windfall.providers import trace
 from windfall.providers.trace import Change
 from windfall.recipe.sections import Recipe
 from windfall.run import worker_sources
+from windfall.trainer.ranks import context_check
 from windfall.weights import adapter_folder
 
 CHECKED = (
-    "all keys, that the model's folder, if it is one, exists and is that of a text model, two calls to the "
-    "environment, trace, certificates, fleet"
+    "all keys, that the model's folder, if it is one, exists and is that of a text model, context groups of ranks, two "
+    "calls to the environment, trace, certificates, fleet"
 )
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
@@ -42,6 +43,9 @@ def check(recipe: Recipe) -> str:
         _check_group_size(recipe.of(name))
         if not recipe.has_slots:  # beside slots, rollout.max_tokens is for prompt and response together
             _check_context(recipe.of(name))
+    for base in filter(recipe.trains, recipe.bases()):
+        train = recipe.train
+        context_check.check(train.context_parallel, train.ranks, load.config(recipe.of(base).model.path))
     if recipe.run.device.startswith("cuda"):
         from windfall import devices
 

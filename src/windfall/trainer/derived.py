@@ -23,6 +23,7 @@ from windfall.models.text import Text
 from windfall.recipe.lora import DEFAULT_RANK, Lora
 from windfall.recipe.sections import Recipe
 from windfall.trainer.memory_plan import plan_memory
+from windfall.trainer.ranks.rank_budget import ModelShape
 from windfall.weights import adapter_folder
 from windfall.weights.merged import is_repeated
 
@@ -182,10 +183,10 @@ def derive(
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later.
     `place`: ranks, local_ranks, sharded, trains and beside, as in `plan_memory`, which raises WindfallError if the
     trainer's state does not fit."""
-    c, asked = model.config, recipe.train.checkpoint_activations
+    shape, asked = ModelShape.of_model(model), recipe.train.checkpoint_activations
     longest = longest_of(recipe, model, prompts)
-    pack, offload, memory, peak = max(longest, 4096), recipe.train.offload, "", 0.0
-    host_share, whole_base = float(offload is True), False
+    pack, memory, peak = max(longest, 4096), "", 0.0
+    host_share, whole_base = float(recipe.train.offload is True), False
     if device == "cuda":
         import torch
 
@@ -197,16 +198,16 @@ def derive(
         needed = place.get("local_ranks", 1) * sum(p.nbytes for p in model.parameters())
         whole_base = needed < WHOLE_BASE_SHARE * free_bytes(device)
     micro = recipe.train.micro_tokens or pack
-    # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
-    of_rank = max(micro, longest) / recipe.train.context_parallel
-    kept = of_rank * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
-    much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
+    # Per token and layer, autograd keeps about 12 vectors of the hidden size and 4 of the MLP size; and for each chosen
+    # expert 4 of the hidden size. That is more than windfall's own layers keep, which do not ask.
+    vectors = (12 + 4 * shape.chosen) * shape.hidden + 4 * shape.intermediate
+    kept = max(micro, longest) / recipe.train.context_parallel * shape.layers * vectors * model.dtype.itemsize
     return Derived(
         device=device,
         dtype=dtype,
         micro_tokens=micro,
         longest=longest,
-        checkpoint_activations=much if asked == "auto" else asked,
+        checkpoint_activations=kept > 0.3 * free_bytes(device) if asked == "auto" else asked,
         host_share=host_share,
         whole_base=whole_base,
         memory=memory,

@@ -473,9 +473,10 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     views = {name: recipe.of(name) for name in names}
     found = {name: None if recipe.slot(name) else _newest(recipe, folder, name) for name in names}
     first, where = views[place.base], "cpu" if sharded else device
-    model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where)
-    if recipe.trains(place.base):
-        ulysses.check(recipe.train.context_parallel, place.size, model)
+    check = None
+    if recipe.trains(place.base) and recipe.train.context_parallel > 1:
+        check = partial(ulysses.check, recipe.train.context_parallel, place.size)
+    model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where, check=check)
     if device == "cpu":
         devices.choose_matmul_library()
     tokenizers, chosen = {}, {}

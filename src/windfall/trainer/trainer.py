@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ from windfall.types import in_fp8
 
 FILLER = Sample(ids=(0, 0), targets=(1,), behavior=np.zeros(1), advantage=0.0, limit=1)
 """What a rank without work computes, with weight zero: all ranks must make the same passes."""
+
+COMPARED_TOKENS = 4096
+"""Most tokens that a rank computes without replay, once per update, to measure what replay does."""
 
 GIVEN_TEMPERATURE = 1.0
 """Temperature of the policy in a given loss. The temperature of the recipe belongs to its algorithm."""
@@ -166,7 +170,7 @@ class TorchTrainer:
         will be given."""
         plan = self._plan([s for s in samples if s.targets])
         temperature = self.temperature if loss is None else GIVEN_TEMPERATURE
-        found = _by_sample(plan, self.orders.call(self._forward, each=[(packs, temperature) for packs in plan]))
+        found = self._by_sample(plan, self.orders.call(self._forward, each=[(packs, temperature) for packs in plan]))
         return [replace(s, old=found.get(id(s), np.zeros(0))) for s in samples]
 
     def zero_grad(self) -> None:
@@ -177,12 +181,14 @@ class TorchTrainer:
         if loss is not None:
             plan = self._plan([s for s in samples if s.targets])
             learned = self.orders.call(self._forward_backward_given, each=[(packs, loss) for packs in plan])
-            found = _by_sample(plan, learned)
+            found = self._by_sample(plan, learned)
             return [found.get(id(s), np.zeros(0)) for s in samples]
         # Samples without an advantage get packs of their own. They need no backward pass, and only count in the report.
         credited = self._plan([s for s in samples if s.targets and s.advantage])
         others = self._plan([s for s in samples if s.targets and not s.advantage])
-        self.orders.call(self._forward_backward, each=list(zip(credited, others, strict=True)))
+        self.orders.call(
+            self._forward_backward, each=list(zip(credited, others, self._to_compare(samples), strict=True))
+        )
         return []
 
     def optim_step(self, adam: Adam | None = None) -> Report:
@@ -205,22 +211,48 @@ class TorchTrainer:
         sizes = {"ranks": self.ranks.size, "context": self.context.size}
         return packs_of_ranks(samples, self.micro_tokens, **sizes, padded=self.learner.pads)
 
+    def _by_sample(
+        self, plan: Sequence[Sequence[Sequence[Sample]]], found: Sequence[Sequence[Sequence[Floats]]] | None
+    ) -> dict[int, Floats]:
+        """What all ranks have found of the samples of their packs, by the identity of the sample."""
+        assert found is not None, "this is rank 0"
+        return {
+            id(s): logp
+            for packs, groups_rows in zip(plan[:: self.context.size], found, strict=True)
+            for pack, rows in zip(packs, groups_rows, strict=True)
+            for s, logp in zip(pack, rows, strict=True)
+        }
+
+    def _to_compare(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
+        """What every rank computes without replay, too: one pack of the shortest samples with fresh tokens and known
+        experts, once per update. No packs if there are no such samples."""
+        known = [s for s in samples if s.targets and s.experts and (s.lag is None or not s.lag.all())]
+        known = [] if self._routing_compared or not self.replays else sorted(known, key=lambda s: len(s.ids))
+        room = COMPARED_TOKENS * self.ranks.size // self.context.size
+        few = known[: max(1, sum(end <= room for end in accumulate(len(s.ids) for s in known)))]
+        self._routing_compared |= bool(few)
+        return [packs[:1] for packs in self._plan(few)]
+
     # what every rank does
 
     def _forward(self, packs: Sequence[Sequence[Sample]], temperature: float) -> list[list[list[Floats]]] | None:
-        """The log-probs of the samples of all ranks, on rank 0."""
+        """The log-probs of the samples of all context groups, on rank 0."""
         self._use_adapters()
-        return self.ranks.quick.gather([self._logprobs(self.learner.score, pack, temperature) for pack in packs])
+        return self._gather([self._logprobs(self.learner.score, pack, temperature) for pack in packs])
+
+    def _gather(self, found: list[list[Floats]]) -> list[list[list[Floats]]] | None:
+        """What the first rank of every context group has found, on rank 0: that of the others is equal."""
+        groups = self.ranks.quick.gather([] if self.context.rank else found)
+        return groups and groups[:: self.context.size]
 
     def _compare_routing(self, pack: Sequence[Sample]) -> None:
         """Measure the gap that a pack would have without replay."""
         rows = self._logprobs(partial(self.learner.score, replay=False), pack, self.temperature)
         for s, now in zip(pack, rows, strict=True):
-            if s.experts:
-                fresh = np.full(len(now), True) if s.lag is None else s.lag <= 0
-                distance = np.abs(now - s.behavior)[fresh]
-                self._totals.sums["router_gap"] += distance.sum().item()
-                self._totals.sums["router_tokens"] += len(distance)
+            fresh = np.full(len(now), True) if s.lag is None else s.lag <= 0
+            distance = np.abs(now - s.behavior)[fresh]
+            self._totals.sums["router_gap"] += distance.sum().item()
+            self._totals.sums["router_tokens"] += len(distance)
 
     def _zero_grad(self) -> None:
         self.optimizer.zero()
@@ -231,11 +263,13 @@ class TorchTrainer:
         if self._adapters is not None:
             self._adapters.use()
 
-    def _forward_backward(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
+    def _forward_backward(
+        self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]],
+        compared: Sequence[Sequence[Sample]] = (),
+    ) -> None:  # fmt: skip
         self._use_adapters()
-        if self.replays and credited and not self._routing_compared:
-            self._routing_compared = True
-            self._compare_routing(credited[0])
+        for pack in compared:
+            self._compare_routing(pack)
         self._totals.loads = sum(map(self.learner.loads, (*credited, *others)), self._totals.loads)
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference: Sequence[Any] = [None] * len(pack)
@@ -249,13 +283,13 @@ class TorchTrainer:
                 self._weights(pack, [None] * len(pack), 0, len(pack), *map(_floats, (logp, entropy)))
 
     def _forward_backward_given(self, packs: Sequence[Sequence[Sample]], loss: Loss) -> list[list[list[Floats]]] | None:
-        """Add the gradient of a given loss. Returns the log-probs of the samples of all ranks, on rank 0."""
+        """Add the gradient of a given loss. Returns the log-probs of all samples, on rank 0."""
         self._use_adapters()
         found: list[list[Floats]] = [[] for _ in packs]
         for pack, rows in zip(packs, found, strict=True):
             weights = partial(self._given_weights, pack, loss, rows) if pack else _no_weights
             self.learner.learn(pack or [FILLER], GIVEN_TEMPERATURE, weights)
-        return self.ranks.quick.gather(found)
+        return self._gather(found)
 
     def _given_weights(
         self, pack: Sequence[Sample], loss: Loss, found: list[Floats], first: int, last: int, logp: Floats,
@@ -374,19 +408,6 @@ class TorchTrainer:
             if self.ranks.first:
                 raise
             raise RankLost(f"rank 0 reports that {path} cannot be written: {e}") from e
-
-
-def _by_sample(
-    plan: Sequence[Sequence[Sequence[Sample]]], found: Sequence[Sequence[Sequence[Floats]]] | None
-) -> dict[int, Floats]:
-    """What all ranks have found of the samples of their packs, by the identity of the sample."""
-    assert found is not None, "this is rank 0"
-    return {
-        id(s): logp
-        for packs, ranks_rows in zip(plan, found, strict=True)
-        for pack, rows in zip(packs, ranks_rows, strict=True)
-        for s, logp in zip(pack, rows, strict=True)
-    }
 
 
 def _floats(t: torch.Tensor) -> Floats:

@@ -362,6 +362,25 @@ def test_every_rank_learns_that_a_file_cannot_be_written(tmp_path: Path) -> None
     assert all("No such file" in error for error in run_ranks(2, fail_to_write, tmp_path))
 
 
+def compare_routing(ranks: TrainerRanks) -> float:
+    """Of three samples, one has known experts: only one rank has something to compare."""
+    t = make_trainer("experts", ranks)
+    if not ranks.first:
+        t.orders.follow()
+        return 0.0
+    samples = make_samples(2, 3)
+    t.forward_backward([with_experts(samples[0]), *samples[1:]])
+    gap = t.optim_step().router_gap
+    t.orders.stop()
+    return gap
+
+
+def test_ranks_agree_on_what_is_computed_without_replay() -> None:
+    gap, _ = run_ranks(2, compare_routing)
+    assert gap == pytest.approx(run_ranks(1, compare_routing)[0], rel=1e-4)
+    assert gap > 0
+
+
 class Work:
     """What the ranks of a test do together."""
 
@@ -428,6 +447,27 @@ def test_frozen_rank_is_noticed_when_it_takes_no_order() -> None:
     ((error, took_s),) = run_ranks(2, freeze_before_an_order, timeout_s=3.0, lost=(1,))
     assert "to give an order to rank 1 (limit 3 s)" in error
     assert took_s < 15
+
+
+def order_after_a_loss(ranks: TrainerRanks) -> list[str]:
+    """Rank 1 ends. When rank 0 gives its second order, the connection has failed before."""
+    orders = Orders(ranks)
+    work = Work(orders)
+    if not ranks.first:
+        return []
+    errors = []
+    for _ in range(2):
+        try:
+            orders.call(work.nothing)
+        except Exception as e:
+            errors.append(f"{type(e).__name__}: {e}")
+    return errors
+
+
+def test_rank_that_was_lost_before_an_order_is_noticed() -> None:
+    (errors,) = run_ranks(2, order_after_a_loss, lost=(1,))
+    assert len(errors) == 2
+    assert all(e.startswith("RankLost: ") and "to give an order to rank 1" in e for e in errors), errors
 
 
 def freeze_in_a_pass(ranks: TrainerRanks) -> tuple[str, float]:

@@ -6,7 +6,9 @@ unequal length: fewer tokens than ranks, prompts that fill the part of a rank, a
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,11 @@ from windfall.errors import WindfallError
 from windfall.models import attention
 from windfall.recipe.file import parse_recipe
 from windfall.recipe.lora import Lora
+from windfall.trainer import process as trainer_process
 from windfall.trainer.model import lora
 from windfall.trainer.model.activation_memory import ALL, LEAST, LIGHT
 from windfall.trainer.ranks import ulysses
+from windfall.trainer.ranks.rank_place import RankPlace
 from windfall.trainer.ranks.ranks import Orders, TrainerRanks
 from windfall.trainer.ranks.sharding import sharded_policy
 from windfall.trainer.ranks.ulysses import ContextGroup
@@ -214,29 +218,37 @@ def test_every_architecture(ranks: int, context: int) -> None:
         check_equal(*each, same_packs=ranks == context)
 
 
-def a_model(**changes: Any) -> Any:
+def config_of(**changes: Any) -> LlamaConfig:
     sizes: dict[str, Any] = SHAPE | {"head_dim": 4} | changes
-    config = LlamaConfig(**sizes)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    return LlamaConfig(**sizes)
 
 
 def test_groups_that_cannot_be_formed_are_refused() -> None:
-    ulysses.check(1, 3, a_model())
-    ulysses.check(4, 8, a_model())  # more ranks than key/value heads
+    ulysses.check(1, 3, config_of())
+    ulysses.check(4, 8, config_of())  # more ranks than key/value heads
     with pytest.raises(WindfallError) as refused:
-        ulysses.check(2, 3, a_model())
+        ulysses.check(2, 3, config_of())
     assert "3 ranks cannot be divided into groups of 2" in str(refused.value)
     assert "train.context_parallel = 2" in str(refused.value)
     with pytest.raises(WindfallError) as refused:
-        ulysses.check(6, 12, a_model(num_attention_heads=8, num_key_value_heads=2))
+        ulysses.check(6, 12, config_of(num_attention_heads=8, num_key_value_heads=2))
     assert "this model has 8 heads (2 key/value heads), which 6 ranks cannot divide equally" in str(refused.value)
     assert "1, 2, 4" in str(refused.value)
     longest = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(WindfallError, match=r"rotary embedding of this model \(dynamic\) depends on the longest"):
-        ulysses.check(2, 2, a_model(rope_parameters=longest))
+        ulysses.check(2, 2, config_of(rope_parameters=longest))
     with pytest.raises(WindfallError, match="context_parallel = 2 must divide the number of ranks, and ranks = 3"):
         parse_recipe({"train": {"ranks": 3, "context_parallel": 2}}, where="test")
+
+
+def test_groups_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """They may be many gigabytes; here there are none."""
+    config_of().save_pretrained(tmp_path / "model")
+    sections = {"model": {"path": str(tmp_path / "model")}, "train": {"context_parallel": 3}}
+    recipe = parse_recipe(sections, where="test")
+    place = RankPlace(size=3, rendezvous="file:///unused")
+    with pytest.raises(WindfallError, match=r"train\.context_parallel = 3: this model has \d+ heads"):
+        asyncio.run(trainer_process._load(recipe, tmp_path, place, "cpu", "float32"))
 
 
 def test_ranks_of_a_context_group_have_the_same_packs() -> None:

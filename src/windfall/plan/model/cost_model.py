@@ -231,6 +231,8 @@ def fsdp(work: Workload, gpu: Gpu, gpus: int, per_machine: int, network: float, 
     longest, context = work.prompt_tokens + work.max_tokens, work.context_parallel
     if gpus % context:
         raise DoesNotFit(f"{gpus} {gpu.name} cannot be divided into groups of train.context_parallel = {context}")
+    if work.shape.heads % context:
+        raise DoesNotFit(f"train.context_parallel = {context} ranks cannot divide {work.shape.heads} heads equally")
     usable = activation_memory.MAX_MEMORY_SHARE * gpu.memory_bytes
 
     def budget(tokens: int, *, whole_base: bool = False) -> RankBudget:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
-from windfall.models.experts import ExpertReplay, largest, loads, numbers
+from windfall.models import experts
+from windfall.models.experts import ExpertReplay
 from windfall.trainer.model import layers
 from windfall.trainer.model.activation_memory import ALL, LEAST
 from windfall.trainer.model.gradients import Gradients, accept_float32
@@ -145,14 +146,14 @@ class Learner:
     def loads(self, samples: Sequence[Sample]) -> np.ndarray | int:
         """How many tokens each expert computes, as (layers, experts); 0 if nothing was recorded."""
         found, layers = pack_experts(samples, self.policy.replay), self.policy.replay.layers
-        return 0 if found is None else loads(found, largest(layers))
+        return (
+            0 if found is None else experts.loads(experts.on_device(found, self.policy.device), experts.largest(layers))
+        )
 
     def _replaying(self, samples: Sequence[Sample], pack: Pack) -> AbstractContextManager[None]:
-        experts = pack_experts(samples, self.policy.replay)
-        if experts is None:
-            return self.policy.replay.replaying(None)
-        own = torch.from_numpy(pack.part(experts, -1)).transpose(0, 1).contiguous()
-        return self.policy.replay.replaying(own.to(self.policy.device))
+        found = pack_experts(samples, self.policy.replay)
+        own = None if found is None else pack.part(found, np.iinfo(found.dtype).max)
+        return self.policy.replay.replaying(None if own is None else experts.on_device(own, self.policy.device))
 
     @torch.no_grad()
     def top(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,12 +186,13 @@ class BaseLearner:
 
 
 def pack_experts(samples: Sequence[Sample], replay: ExpertReplay) -> np.ndarray | None:
-    """The experts of these samples: (rows, layers, chosen); -1 where the router chooses, as for the last of each."""
+    """The experts of these samples, as `numbers` has them: (rows, layers, chosen). None is known for the last row of
+    each sample."""
     if not any(s.experts for s in samples) or not replay.layers:
         return None
-    known = {n: numbers(s.experts, len(s.ids) - 1, replay.layers) for n, s in enumerate(samples) if s.experts}
-    shape = next(iter(known.values())).shape[1:]
-    packed = np.full((sum(len(s.ids) for s in samples), *shape), -1, np.int64)
+    known = {n: experts.numbers(s.experts, len(s.ids) - 1, replay.layers) for n, s in enumerate(samples) if s.experts}
+    first = next(iter(known.values()))
+    packed = np.full((sum(len(s.ids) for s in samples), *first.shape[1:]), np.iinfo(first.dtype).max, first.dtype)
     start = 0
     for n, s in enumerate(samples):
         if n in known:

@@ -249,10 +249,12 @@ class Orders:
 
     def _announce(self) -> None:
         """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""
-        sent = [(rank, dist.isend(torch.zeros(1), rank, group=self.ranks.orders)) for rank in range(1, self.ranks.size)]
-        for rank, work in sent:
+        sent: list[Any] = []
+        for rank in range(1, self.ranks.size):
             with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):
-                assert work is not None
+                sent.append(dist.isend(torch.zeros(1), rank, group=self.ranks.orders))
+        for rank, work in enumerate(sent, 1):
+            with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):
                 work.wait(timedelta(seconds=self.ranks.timeout_s))
 
     @contextlib.contextmanager

@@ -30,13 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windfall.engine.torch.packed import Packed
-from windfall.errors import WindfallError
 from windfall.trainer.model.head import WeightsFn
 from windfall.trainer.model.packs import HostRows, Pack, pack_rows
+from windfall.trainer.ranks import context_check
 from windfall.trainer.ranks.ranks import TrainerRanks
 from windfall.training import Sample
-
-KEY = "train.context_parallel"
 
 
 class ContextGroup:
@@ -207,28 +205,7 @@ class PackPart(Pack):
         return mine
 
 
-def check(size: int, ranks: int, model: Any) -> None:
-    """Raise WindfallError unless this model's packs can be split over this number of ranks."""
-    if size == 1:
-        return
-    where = f"{KEY} = {size}"
-    if ranks % size:
-        what = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be divided into groups of {size}"
-        raise WindfallError(what, where=where, fix=f"Use a divisor of the number of ranks: {_divisors(ranks)}.")
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    if heads % size:
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        what = f"this model has {heads} heads ({kv_heads} key/value heads), which {size} ranks cannot divide equally"
-        able = _divisors(math.gcd(heads, ranks))
-        raise WindfallError(what, where=where, fix=f"Use a divisor of both heads and ranks: {able}.")
-    for module in model.modules():  # a rank that has only the beginning of a sequence would use another embedding
-        kinds = getattr(module, "rope_type", "")
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in ("dynamic", "longrope"):
-                what = f"the rotary embedding of this model ({kind}) depends on the longest sequence of a pass"
-                raise WindfallError(what, where=where, fix="Set it to 1.")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def check(size: int, ranks: int, config: Any) -> None:
+    """Raise WindfallError unless packs of a model with this configuration can be split over this number of ranks."""
+    config = config.get_text_config()
+    context_check.check(size, ranks, config.to_dict() | {"num_attention_heads": config.num_attention_heads})

@@ -68,7 +68,7 @@ class RayRun:
 
 
 def restart_delay() -> RestartDelay:
-    """Of a process that loads its software for many seconds before it can fail, or of a node that was lost."""
+    """How long to wait before a rank starts again: it loads software for many seconds before it can fail."""
     return RestartDelay(young_s=60.0, limit_s=60.0)
 
 

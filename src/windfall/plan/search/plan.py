@@ -100,7 +100,7 @@ class RunPlan:
     replicas: tuple[PlannedEngines, ...]
     placed: tuple[PlacedMachine, ...]
     rollout_s: float
-    """Generation, rewards and weight update, per step. Without workers, the trainer stands still for so long."""
+    """Generation, rewards and weight update, per step. Without workers, the trainer stands still for this time."""
     tail_s: float
     """Seconds of a step's longest responses, divided by the steps that they may span."""
     pull_s: float

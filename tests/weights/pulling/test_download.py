@@ -17,7 +17,7 @@ from windfall.weights.pulling import download, file_sources
 from windfall.weights.pulling import source as sources_module
 from windfall.weights.pulling.download import Download, read_manifest
 from windfall.weights.pulling.file_sources import FileSources, PullFailed
-from windfall.weights.pulling.source import Source, SourceBroken, SourceGone, SourceStalled
+from windfall.weights.pulling.source import Source, SourceBroken, SourceGone, SourceStalled, SourceWrong
 
 DATA = some_bytes(5 * CHUNK + 777)
 STAGES = ["connect", "manifest", "open", "read"]
@@ -243,12 +243,32 @@ def test_the_rest_of_a_slow_connection_is_taken_over(monkeypatch: pytest.MonkeyP
 
 def test_a_wrong_chunk_that_was_read_in_parts_is_read_again_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = shelf("a", "peer"), shelf("b", "peer")
+    monkeypatch.setattr(file_sources, "ASK_S", 60.0)
     slow_in_chunk_1(monkeypatch, a)
     a.files[manifest_of(DATA).digest][1][CHUNK + 7] ^= 1
     read = Read(a, b, parallel=3).run()
     assert ("a", "wrong") in read.why()
     assert min(b.opened)[0] == CHUNK
     assert b.read_bytes == CHUNK  # not a byte of the chunk is believed
+
+
+def test_a_connection_waits_for_the_source_that_another_one_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sources, "ASK_S", 60.0)
+    a, b = shelf("a", "peer"), shelf("b", "peer")
+    asked = threading.Event()
+    read = Read(a, b, answer=lambda question: asked.set())
+
+    def wrong(source: Source) -> None:
+        raise SourceWrong("damaged")
+
+    first = threading.Thread(target=read.sources.attempt, args=(CHUNK, None, wrong))
+    first.start()
+    assert asked.wait(60)
+    threading.Timer(0.1, read.sources.reroute, [route_to(b.ref)]).start()
+    used = list[str]()
+    read.sources.attempt(CHUNK, None, lambda source: used.append(source.ref.id))
+    first.join(60)
+    assert used == ["b"]
 
 
 def test_a_chunk_of_two_sources_is_trusted_only_if_both_are() -> None:
@@ -400,7 +420,7 @@ def test_a_read_that_has_become_slow_is_reported(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["waiting", "reading", "asking"])
 def test_stop_ends_every_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_sources, "ASK_S", 60.0)
+    monkeypatch.setattr(file_sources, "ASK_S", 0.2)
     monkeypatch.setattr(file_sources, "WAIT_S", 60.0)
     a = shelf("a", "peer", chunks=1 if kind == "waiting" else 6)
     if kind == "reading":

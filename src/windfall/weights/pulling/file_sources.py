@@ -187,14 +187,18 @@ class FileSources:
     def _choose(self, stop: int) -> SourceRef:
         with self._changed:
             asking_s = time.monotonic()
-            while (ref := self.of(stop)) is None:
+            while (ref := self.of(stop)) is None or self._failures[ref.id] >= self._tries:
+                if ref is not None:  # the connection that noticed has asked for another source
+                    left_s = self._failed_s[ref.id] + ASK_S - time.monotonic()
+                    if self._ask is None or left_s <= 0:
+                        raise PullFailed(f"{self.file}: {self._why()}")
+                    self._pause(left_s)
+                    continue
                 if self._ask is None or time.monotonic() - asking_s > NO_SOURCE_S:
                     raise PullFailed(f"no source of {self.file} is known")
                 self._report_and_wait("")
                 self._pause(0.0 if self.of(stop) else ASK_AGAIN_S)
             failures = self._failures[ref.id]
-            if failures >= self._tries:
-                raise PullFailed(f"{self.file}: {self._why()}")
             self._pause(delay_s(failures - 1, first_s=FIRST_DELAY_S, limit_s=LONGEST_DELAY_S) if failures > 0 else 0.0)
             now_s = time.monotonic()
             self._uses.setdefault(ref.id, (0, now_s, now_s))

@@ -65,7 +65,7 @@ group_size = 16
 max_tokens = 24
 staleness = 1
 [train]
-lr = 4e-5
+lr = 2e-5
 warmup = 5
 [eval]
 path = "{folder}/test.jsonl"

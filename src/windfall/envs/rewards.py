@@ -112,11 +112,11 @@ class Rewards:
             fix = f"Install it: {install_command('math')}; or use 'exact' or a function of your own."
             raise WindfallError("math-verify is not installed", where="env.rewards", fix=fix)
         loaded = {spec: load_function(spec, columns) for spec in specs if spec not in GRADERS}
-        names = [loaded[spec].name if spec in loaded else spec for spec in specs]
+        names = [*GRADERS, *(function.name for function in loaded.values())]
         self._functions: dict[str, RewardFunction] = {}
         self._weights: dict[str, float] = {}
         for n, spec in enumerate(specs):
-            name = spec if names.count(names[n]) > 1 else names[n]
+            name = loaded[spec].name if spec in loaded and names.count(loaded[spec].name) == 1 else spec
             self._weights[name] = weights[n] if weights else 1.0
             if spec in loaded:
                 self._functions[name] = loaded[spec]

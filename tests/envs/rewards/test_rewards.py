@@ -165,6 +165,15 @@ def test_functions_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     assert dict(grade(Dataset(path, rewards=specs), "56").scores) == dict(zip(specs, (2.0, -1.0), strict=True))
 
 
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_a_function_with_the_name_of_a_grader_is_called_itself(tmp_path: Path, name: str) -> None:
+    path, own = data(tmp_path), tmp_path / "own.py"
+    own.write_text(f"def {name}(completions, **kwargs):\n    return [-1.0]\n")
+    spec = f"{own}:{name}"
+    assert dict(grade(Dataset(path, rewards=[spec]), "56").scores) == {spec: -1.0}
+    assert dict(grade(Dataset(path, rewards=["exact", spec]), "56").scores) == {"exact": 1.0, spec: -1.0}
+
+
 def test_in_a_child_process(tmp_path: Path) -> None:
     """Scores and token ids cross the link, and the kernel's end of a long comparison keeps the other scores."""
     pytest.importorskip("math_verify")

@@ -1,15 +1,16 @@
 """Reward over time and over dollars on one GPU: windfall while its workers are killed, and TRL on the same task.
 
     make smollm2
-    python benchmarks/beside_trl/curve.py windfall --folder FOLDER --seconds 540    once more continues it: 30 minutes
-    python benchmarks/beside_trl/curve.py trl --folder FOLDER --seconds 540         are four such commands for each
+    python benchmarks/beside_trl/curve.py windfall --folder FOLDER --seconds 540    once more: continues it
+    python benchmarks/beside_trl/curve.py trl-vllm --folder FOLDER --seconds 540    TRL generates with vLLM
+    python benchmarks/beside_trl/curve.py trl --folder FOLDER --seconds 540         TRL generates with transformers
     python benchmarks/beside_trl/curve.py table --folder FOLDER
+    python benchmarks/beside_trl/curve.py picture --folder FOLDER                   reward.svg, with matplotlib
 
-SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness/gpu.py). Both halves
-have the same prompts, reward function, group sizes, learning rate, optimizer and loss (Dr. GRPO); both are evaluated on
-the same 256 held-out tasks at temperature 1. TRL (`pip install trl`) generates with transformers; `--set use_vllm=true`
-and the like change its settings, and `--set KEY=VALUE` those of the recipe for windfall. If TRL ends with an error, it
-is started again from its last checkpoint, and the table says how often.
+SmolLM2-135M learns to add and subtract two numbers of one or two digits (the tasks of staleness/gpu.py). All have the
+same prompts, reward function, group sizes, learning rate, optimizer and loss (Dr. GRPO), and are evaluated on the same
+256 held-out tasks at temperature 1. `--set KEY=VALUE` changes a key of the recipe, or a setting of TRL (`pip install
+trl`). If TRL ends with an error, it is started again from its last checkpoint, and the table says how often.
 
 windfall's four workers and its trainer share the GPU, and each costs a fifth of its price; two of the workers are
 killed with SIGKILL after `--up-s` seconds on average. TRL has the GPU alone, for its whole price. Time is that of the
@@ -111,7 +112,7 @@ def train_windfall(folder: Path, seconds: float, changes: Sequence[str]) -> None
         process.wait(60)
 
 
-def train_trl(folder: Path, seconds: float, recipe: Recipe, changes: Sequence[str]) -> None:
+def train_trl(folder: Path, half: str, seconds: float, recipe: Recipe, changes: Sequence[str]) -> None:
     """The settings of the recipe, as TRL calls them, in a process of TRL."""
     r, t = recipe.rollout, recipe.train
     parts = 4  # forward and backward passes of an update
@@ -125,14 +126,16 @@ def train_trl(folder: Path, seconds: float, recipe: Recipe, changes: Sequence[st
         "save_steps": 50,
         "per_device_eval_batch_size": recipe.eval.tasks,
     }  # fmt: skip
+    if half == "trl-vllm":
+        settings |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 512}
     settings |= {key: json.loads(value) for key, _, value in (change.partition("=") for change in changes)}
     ends_s = time.time() + seconds
     while (left_s := ends_s - time.time()) > TO_SAVE_S:
-        words = [str(folder), str(left_s), json.dumps(settings)]
+        words = [str(folder), half, str(left_s), json.dumps(settings)]
         command = [sys.executable, "-m", "benchmarks.beside_trl.trl_half", *words]
         if subprocess.run(command, cwd=HERE.parents[1]).returncode == 0:
             return
-        with (folder / "trl" / "crashes").open("a") as file:
+        with (folder / half / "crashes").open("a") as file:
             file.write(f"{time.time()}\n")
 
 
@@ -146,9 +149,9 @@ class Point(NamedTuple):
     usd: float
 
 
-def windfall_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
+def windfall_points(own: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
     step, tokens, usd, held_out = 0, 0, 0.0, None
-    for e in events.read(folder / "windfall" / "events.jsonl"):
+    for e in events.read(own / "events.jsonl"):
         if e.get("bill"):
             usd += msgspec.convert(e["bill"], Totals).all.total_usd
         if (e["kind"], e["name"]) == ("scalar", "step"):
@@ -160,8 +163,8 @@ def windfall_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator
         yield Point(elapsed(e["t"]), step, held_out, tokens, usd)
 
 
-def trl_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
-    tokens, held_out, log = 0, None, folder / "trl" / "log.jsonl"
+def trl_points(own: Path, elapsed: Callable[[float], float]) -> Iterator[Point]:
+    tokens, held_out, log = 0, None, own / "log.jsonl"
     for e in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
         tokens += round(e.get("completions/mean_length", 0) * e["responses"])  # TRL's own number counts prompts, too
         held_out = e.get("eval_reward", held_out)
@@ -169,7 +172,7 @@ def trl_points(folder: Path, elapsed: Callable[[float], float]) -> Iterator[Poin
         yield Point(at_s, e["step"], held_out, tokens, at_s / 3600 * GPU_USD_PER_H)
 
 
-POINTS = {"windfall": windfall_points, "trl": trl_points}
+POINTS = {"windfall": windfall_points, "trl-vllm": trl_points, "trl": trl_points}
 
 
 def points(folder: Path, half: str) -> list[Point]:
@@ -179,7 +182,7 @@ def points(folder: Path, half: str) -> list[Point]:
     def elapsed(t: float) -> float:
         return sum(max(0.0, min(t, piece["ended"]) - piece["began"]) for piece in pieces)
 
-    return list(POINTS[half](folder, elapsed))
+    return list(POINTS[half](folder / half, elapsed))
 
 
 def row(half: str, p: Point) -> str:
@@ -202,13 +205,27 @@ def table(folder: Path) -> Iterator[str]:
         moved, lost = sum(e["moved"] for e in steps), sum(e["lost_tokens"] for e in steps)
         workers = sum(e["name"] == "worker_lost" for e in seen)
         yield f"windfall: {workers} workers lost, {moved:,} responses moved, {lost} tokens lost"
-    if (crashes := folder / "trl" / "crashes").exists():
-        yield f"trl: ended {len(crashes.read_text().splitlines())} times with an error"
+    for crashes in folder.glob("trl*/crashes"):
+        yield f"{crashes.parent.name}: ended {len(crashes.read_text().splitlines())} times with an error"
+
+
+def picture(folder: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for half in POINTS:
+        known = [p for p in points(folder, half) if p.held_out is not None] if (folder / half).is_dir() else []
+        for axis, at in zip(axes, ([p.at_s / 60 for p in known], [p.usd for p in known]), strict=True):
+            axis.plot(at, [p.held_out for p in known], label=half)
+    axes[0].set(xlabel="minutes", ylabel="reward on held-out tasks")
+    axes[1].set(xlabel="dollars")
+    axes[1].legend(frameon=False)
+    figure.savefig(folder / "reward.svg")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*POINTS, "table"])
+    parser.add_argument("what", choices=[*POINTS, "table", "picture"])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=540, help="How long the command may take.")
     parser.add_argument("--tasks", type=int, default=256, help="Held-out tasks.")
@@ -216,12 +233,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     folder, began = options.folder.resolve(), time.time()
-    if options.what != "table":
+    if options.what == "picture":
+        picture(folder)
+    elif options.what != "table":
         recipe, seconds = prepare(folder, options.tasks, options.up_s), options.seconds - TO_SAVE_S
         if options.what == "windfall":
             train_windfall(folder, seconds, options.set)
         else:
-            train_trl(folder, seconds, recipe, options.set)
+            train_trl(folder, options.what, seconds, recipe, options.set)
         with (folder / "pieces.jsonl").open("a") as file:
             file.write(json.dumps({"half": options.what, "began": began, "ended": time.time()}) + "\n")
     print("\n".join(table(folder)))

@@ -1,6 +1,6 @@
-"""What TRL does for curve.py: `GRPOTrainer` with transformers' generation, until a time, from its last checkpoint.
+"""What TRL does for curve.py: `GRPOTrainer` until a time, from its last checkpoint, in a folder of FOLDER.
 
-    python -m benchmarks.beside_trl.trl_half FOLDER SECONDS SETTINGS    (settings of GRPOConfig, as JSON)
+    python -m benchmarks.beside_trl.trl_half FOLDER NAME SECONDS SETTINGS    (settings of GRPOConfig, as JSON)
 
 It needs TRL, but not windfall. Every line of log.jsonl has the time, the step and what TRL logs.
 """
@@ -36,10 +36,10 @@ class UntilTimeIsOver(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def main(folder: Path, seconds: float, settings: dict) -> None:
+def main(folder: Path, name: str, seconds: float, settings: dict) -> None:
     model = settings.pop("model")
     data = load_dataset("json", data_files={"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")})
-    own = folder / "trl"
+    own = folder / name
     own.mkdir(exist_ok=True)
     config = GRPOConfig(output_dir=str(own), logging_steps=1, eval_strategy="steps", save_total_limit=1, **settings)
     trainer = GRPOTrainer(
@@ -58,4 +58,4 @@ def main(folder: Path, seconds: float, settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4]))

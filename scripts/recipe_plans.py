@@ -24,9 +24,6 @@ CLUSTERS = {
     "one reserved, two spot": "1xH100 + 2xH100:spot",
 }
 
-NOT_SIMULATED = "dapo-math"
-"""The folder whose simulations take minutes: steps of 1,024 long responses, in the order of their expected lengths."""
-
 
 def recipes(folder: Path) -> list[Path]:
     """The recipes of a folder, from the smallest model to the largest, all weights before adapters."""
@@ -39,7 +36,7 @@ def best_plan(file: Path, gpus: str) -> dict[str, Any] | None:
     """None: these GPUs are too few. Trainers of several policies do not generate."""
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            plan(str(file), gpus=gpus, top=1, simulate=file.parent.name != NOT_SIMULATED, as_json=True)
+            plan(str(file), gpus=gpus, top=1, simulate=True, as_json=True)
     except WindfallError:
         return None
     return json.loads(printed.getvalue())["plans"][0]
@@ -54,17 +51,15 @@ def duration(hours: float) -> str:
 
 
 def times_and_price(plan: dict[str, Any] | None) -> str:
-    """Predicted time, simulated time, and the price of the latter, or of the former if nothing was simulated.
+    """Predicted time, simulated time, and the price of the latter.
 
-    >>> speeds = {"simulated": True, "tok_per_s": 200.0, "predicted_tok_per_s": 100.0}
-    >>> times_and_price({"hours": 0.5, "usd": 6.95, **speeds})
+    >>> times_and_price({"hours": 0.5, "usd": 6.95, "tok_per_s": 200.0, "predicted_tok_per_s": 100.0})
     '1.0 h / 30 min, $6.95'
     """
     if plan is None:
         return "-"
     predicted = plan["hours"] * plan["tok_per_s"] / plan["predicted_tok_per_s"]
-    simulated = duration(plan["hours"]) if plan["simulated"] else "-"
-    return f"{duration(predicted)} / {simulated}, ${plan['usd']:.{2 if plan['usd'] < 10 else 0}f}"
+    return f"{duration(predicted)} / {duration(plan['hours'])}, ${plan['usd']:.{2 if plan['usd'] < 10 else 0}f}"
 
 
 def row(file: Path) -> str:

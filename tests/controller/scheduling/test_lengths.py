@@ -72,7 +72,7 @@ def test_nothing_is_left_of_a_group() -> None:
 
 def test_older_steps_come_first_and_the_head_of_the_queue_stays() -> None:
     queued = ["9/3", "4/1", "4/2", "0/1", "0/2", "1/0", "1/1", "5/0"]
-    lengths = {"4": 9000.0, "0": 10.0, "1": 500.0, "5": 500.0, "9": 1.0}
+    lengths = {"4/1": 9000.0, "0/1": 10.0, "1/0": 500.0, "5/0": 500.0}
     order = by_context(queued, 8, begun={"4", "0", "9"}, length=lengths.__getitem__, step=lambda g: int(g) // 4, head=1)
     assert order == ["9/3", "1/0", "1/1", "0/1", "0/2", "5/0", "4/1", "4/2"]
     assert by_context(queued, 3, begun=set(), length=lengths.__getitem__, head=5) == queued[:3]

@@ -4,7 +4,7 @@
 first, the probe, then the others, longest expected first. How long a group is follows from its probe (lengths.py), and
 a long response that begins late is the last to end.
 
-    >>> lengths = {"1": 900.0, "2": 100.0, "3": 500.0}
+    >>> lengths = {"1/0": 900.0, "2/1": 100.0, "3/1": 500.0}
     >>> by_context(["1/0", "2/1", "2/2", "3/1"], 4, begun={"2", "3"}, length=lengths.__getitem__)
     ['1/0', '3/1', '2/1', '2/2']
 
@@ -14,27 +14,26 @@ there. Groups of an older step come before those of a newer one: in asynchronous
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 
 def by_context(
     queued: Sequence[str], count: int, *, begun: Collection[str], length: Callable[[str], float],
     step: Callable[[str], int] = lambda group: 0, head: int = 0,
 ) -> list[str]:  # fmt: skip
-    """The first `count` responses. `begun`: groups of which a response has begun. `length`: by which the responses of a
-    group are ordered. `step`: the step that a group was drawn for. `head`: number of responses at the
-    head that keep their place."""
-    if count <= head:
-        return list(islice(queued, count))
-    groups: dict[str, tuple[int, float]] = {}
-    ranked: list[tuple[int, bool, float, int, str]] = []
-    for at, id in enumerate(islice(queued, head, None)):
-        group = id.rpartition("/")[0]
-        probe = group not in groups and group not in begun
-        if group not in groups:
-            groups[group] = (step(group), -length(group))
-        of_step, shortest = groups[group]
-        ranked.append((of_step, not probe, shortest, at, id))
-    return [*islice(queued, head), *(row[-1] for row in heapq.nsmallest(count - head, ranked))]
+    """The first `count` responses. `begun`: groups of which a response has begun. `length`: by which groups are
+    ordered, of the first response of each. `step`: the step that a group was drawn for. `head`: number of responses at
+    the head that keep their place."""
+    found = list(islice(queued, min(head, count)))
+    groups: dict[str, list[str]] = {}
+    for id in islice(queued, head, None) if count > head else ():
+        groups.setdefault(id.rpartition("/")[0], []).append(id)
+    longest_first = sorted(groups, key=lambda group: (step(group), -length(groups[group][0])))
+    for _, of_step in groupby(longest_first, step):
+        siblings = [(groups[group], group not in begun) for group in of_step]
+        found += [ids[0] for ids, probe in siblings if probe]
+        found += [id for ids, probe in siblings for id in ids[probe:]]
+        if len(found) >= count:
+            break
+    return found[:count]

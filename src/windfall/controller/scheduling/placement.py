@@ -250,11 +250,10 @@ class Placement:
         episodes = (entries[id].episode for id in queued)
         head = next((n for n, e in enumerate(episodes) if not e.tokens and e.version is None), len(queued))
 
-        def length(group: str) -> float:
-            episode = entries[f"{group}/{first[group]}"].episode
-            return self.lengths.order_length(group, self._task(episode), episode.max_tokens)
+        def length(id: str) -> float:
+            episode = entries[id].episode
+            return self.lengths.order_length(_group(id), self._task(episode), episode.max_tokens)
 
-        first = {group: sibling for group, _, sibling in (id.rpartition("/") for id in reversed(queued))}
         return by_context(queued, count, begun=self._prefix_holders, length=length, step=self._step_of, head=head)
 
     def _step_of(self, group: str) -> int:

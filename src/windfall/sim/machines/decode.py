@@ -202,17 +202,17 @@ class Decode:
         s, rows, now = self.service, self._ends, self._steps
         longest, pairs = min(steps, rows[-1][0] - now), steps * (steps - 1) / 2
         tokens, context = steps * len(rows), steps * self.context + len(rows) * pairs
-        for end, base, _ in rows:
+        extra = max(0, len(rows) - int(s.over_batch))  # those that end last never count as extra ones
+        over = steps * extra
+        for n, (end, base, _) in enumerate(rows):
             left = end - now
             if left >= steps:
                 break
             tokens -= steps - left
+            over -= (steps - left) * (n < extra)
             context -= (steps - left) * (base + now) + pairs - left * (left - 1) / 2
-        plain_s = s.prefill_s * self.prefill + s.fixed_s * longest + s.each_s * tokens + s.context_s * context
-        if not s.over_s:
-            return plain_s
-        # The `over_batch` rows that end last never count as extra ones.
-        return plain_s + s.over_s * sum(min(steps, end - now) for end, _, _ in rows[: -int(s.over_batch) or None])
+        batch_s = s.each_s * tokens + s.over_s * over + s.context_s * context
+        return s.prefill_s * self.prefill + s.fixed_s * longest + batch_s
 
     def done_by(self, elapsed_s: float) -> tuple[int, float]:
         """Number of steps completed after `elapsed_s`, up to the horizon, and when the last of them ended."""

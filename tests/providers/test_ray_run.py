@@ -1,10 +1,10 @@
-"""`windfall ray`: a whole run on a Ray cluster, whose nodes are killed; and as a Ray job that is stopped. These need
-`make test-ray`. How a rank is kept is tested without Ray."""
+"""`windfall ray`: a whole run on a Ray cluster, whose nodes are killed; that is stopped and killed and continues, also
+as a Ray job. These need `make test-ray`. How a rank is kept, and what is refused, is tested without Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import signal
 import subprocess
 import sys
@@ -15,16 +15,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.servers.ray_nodes import add_node, cluster, wait_until
+from windfall import run_folder as folders
 from windfall.backoff import RestartDelay
 from windfall.events.log import read
+from windfall.link import auth
 from windfall.on_ray import whole_run
+from windfall.on_ray.whole_run import RayRun
+from windfall.recipe.file import load_recipe
+from windfall.run import resume_check, start
 
 RECIPE = """
 [run]
 name = "r"
-steps = {steps}
+steps = 500
 device = "cpu"
 threads = 1
+deterministic = true
 [env]
 name = "arithmetic"
 [rollout]
@@ -40,6 +47,8 @@ tasks = 0
 every = 1
 [fleet]
 local = false
+"""
+ON_RAY = """
 [fleet.ray]
 cpus = 0.2
 gpus = 0.0
@@ -47,43 +56,32 @@ workers = 1
 worker_threads = 1
 price_usd_per_h = 1.0
 """
-COMMAND = ["ray", "r.toml", "--gpus", "0", "--cpus", "0.6"]
+ON_THIS_MACHINE = "workers = 1\n"
+WINDFALL = [sys.executable, "-m", "windfall.run.cli"]
+BUNDLE = ["--gpus", "0", "--cpus", "0.6"]
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from tests.support.servers.ray_nodes import cluster
-
     with cluster(nodes=2, dashboard=True) as made:
         yield made
 
 
 @pytest.fixture
-def driver(tmp_path: Path, two_nodes: Any) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+def driver(tmp_path: Path, two_nodes: Any) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = list[subprocess.Popen[bytes]]()
+    (tmp_path / "r.toml").write_text(RECIPE + ON_RAY)
 
-    def start(steps: int) -> subprocess.Popen[bytes]:
-        (tmp_path / "r.toml").write_text(RECIPE.format(steps=steps))
-        command = [sys.executable, "-m", "windfall.run.cli", *COMMAND, "--address", two_nodes.address]
-        with (tmp_path / "out.txt").open("wb") as out:
+    def start(source: Path | str, *more: str, address: str = two_nodes.address) -> subprocess.Popen[bytes]:
+        command = [*WINDFALL, "ray", str(source), *BUNDLE, "--address", address, *more]
+        with (tmp_path / "out.txt").open("ab") as out:
             started.append(subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out))
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
-
-
-def wait_until(
-    condition: Callable[[], Any], what: str, running: subprocess.Popen[bytes], out: Path, within_s: float = 240.0
-) -> Any:
-    deadline_s = time.monotonic() + within_s
-    while not (found := condition()):
-        assert running.poll() is None, out.read_text()
-        assert time.monotonic() < deadline_s, f"waited {within_s:g} s for {what}: {out.read_text()}"
-        time.sleep(0.05)
-    return found
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -129,14 +127,16 @@ def processes_of(run: Path) -> list[int]:
 @pytest.mark.timeout(900)
 def test_run_with_two_ranks_goes_on_when_nodes_die(tmp_path: Path, two_nodes: Any, driver: Any) -> None:
     """First the node of rank 1 dies, then that of the run itself. Each time another node joins the cluster."""
-    running, run, out = driver(16), tmp_path / "runs" / "r", tmp_path / "out.txt"
-    for start, rank in ((1, 1), (2, 0)):
-        ready = wait_until(lambda n=start: events(run, "trainer_ready")[n - 1 :], f"start {start}", running, out)
+    running, run, out = driver("r.toml", "--set", "run.steps=16"), tmp_path / "runs" / "r", tmp_path / "out.txt"
+    for nth, rank in ((1, 1), (2, 0)):
+        ready = wait_until(
+            lambda n=nth: events(run, "trainer_ready")[n - 1 :], f"start {nth}", running=running, out=out
+        )
         pids = ready[-1]["rank_pids"]
         assert len(pids) == 2
         nodes = [node_of(two_nodes, pid) for pid in pids]
         assert nodes[0] is not nodes[1], "each rank has a node of its own"
-        two_nodes.add_node(num_cpus=1, object_store_memory=80 * 1024 * 1024)
+        add_node(two_nodes)
         two_nodes.remove_node(nodes[rank], allow_graceful=False)
     assert running.wait(400) == 0, out.read_text()
     said = out.read_text()
@@ -146,15 +146,59 @@ def test_run_with_two_ranks_goes_on_when_nodes_die(tmp_path: Path, two_nodes: An
     assert len(events(run, "trainer_ready")) >= 3
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_the_command_is_stopped_or_killed(tmp_path: Path, driver: Any, number: int) -> None:
-    running, run, out = driver(500), tmp_path / "runs" / "r", tmp_path / "out.txt"
-    wait_until(lambda: trained(run), "the first step", running, out)
-    assert processes_of(run)
-    os.kill(running.pid, number)
-    running.wait(120)
+@pytest.mark.timeout(900)
+def test_run_that_was_killed_and_then_stopped_continues_in_its_folder(tmp_path: Path, driver: Any) -> None:
+    """What a killed command leaves ends by itself, and the next one waits for that. One that is stopped leaves nothing.
+    No work is lost: the weights are those of an undisturbed run."""
+    run, out = tmp_path / "runs" / "r", tmp_path / "out.txt"
+
+    def until_step(running: subprocess.Popen[bytes]) -> None:
+        complete = max(trained(run), default=0)
+        wait_until(lambda: max(trained(run), default=0) > complete, "a step", running=running, out=out)
+
+    running = driver("r.toml")
+    until_step(running)
+    assert driver(run).wait(60) == 2
+    assert "another process is already its driver" in out.read_text()
+    left = processes_of(run)
+    assert left
+    running.kill()
+    running.wait()
+    running = driver(run)
+    wait_until(lambda: events(run, "resumed"), "the start", running=running, out=out)
+    until_step(running)
+    assert not {*left} & {*processes_of(run)}
+    running.terminate()
+    assert running.wait(120) == 128 + signal.SIGTERM
     nothing_is_left(run)
+    steps = ["--set", f"run.steps={max(trained(run)) + 2}"]
+    assert driver(run, *steps).wait(400) == 0, out.read_text()
+    assert list(run.parent.iterdir()) == [run]
+    assert driver(run).wait(60) == 0
+    assert "this run is finished" in out.read_text()
+    (tmp_path / "whole.toml").write_text(RECIPE + ON_THIS_MACHINE)
+    subprocess.run([*WINDFALL, "train", "whole.toml", "--set", "run.name=whole", *steps], cwd=tmp_path, check=True)
+    assert sorted(set(trained(run))) == trained(run.with_name("whole"))
+    assert weights(run) == weights(run.with_name("whole"))
+
+
+@pytest.mark.timeout(600)
+def test_run_whose_cluster_is_lost_continues_on_another_one(tmp_path: Path, driver: Any) -> None:
+    run, out = tmp_path / "runs" / "r", tmp_path / "out.txt"
+    with cluster(nodes=2) as lost:
+        running = driver("r.toml", address=lost.address)
+        wait_until(lambda: trained(run), "the first step", running=running, out=out)
+    assert running.wait(120) != 0
+    nothing_is_left(run)
+    steps = max(trained(run)) + 1
+    assert driver(run, "--set", f"run.steps={steps}").wait(400) == 0, out.read_text()
+    assert sorted(set(trained(run))) == list(range(1, steps + 1))
+
+
+def weights(run: Path) -> tuple[str, bytes]:
+    """Those of the last step."""
+    path = max(run.glob("checkpoints/*/model.safetensors"))
+    return path.parent.name, path.read_bytes()
 
 
 def nothing_is_left(run: Path) -> None:
@@ -166,16 +210,13 @@ def nothing_is_left(run: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_ray_job_runs_a_whole_run_and_is_stopped(tmp_path: Path, two_nodes: Any) -> None:
-    """One job ends by itself, one is stopped: nothing of it is left."""
+def test_ray_job_that_is_stopped_leaves_nothing_and_another_one_continues_it(tmp_path: Path, two_nodes: Any) -> None:
     jobs = pytest.importorskip("ray.job_submission")
-    client = jobs.JobSubmissionClient(f"http://{two_nodes.head_node.webui_url}")
+    client, run = jobs.JobSubmissionClient(f"http://{two_nodes.head_node.webui_url}"), tmp_path / "runs" / "r"
+    (tmp_path / "r.toml").write_text(RECIPE + ON_RAY)
 
-    def submit(name: str, steps: int) -> str:
-        (tmp_path / "r.toml").write_text(RECIPE.format(steps=steps))
-        words = [sys.executable, "-m", "windfall.run.cli", *COMMAND, "--set", f"run.name={name}"]
-        words += ["--set", f"run.folder={tmp_path / 'runs'}"]
-        words[words.index("r.toml")] = str(tmp_path / "r.toml")
+    def submit(source: Path, *changes: str) -> str:
+        words = [*WINDFALL, "ray", str(source), *BUNDLE, *(word for change in changes for word in ("--set", change))]
         return client.submit_job(entrypoint=" ".join(words))
 
     def until(job: str, done: Callable[[], Any], what: str) -> None:
@@ -184,16 +225,16 @@ def test_ray_job_runs_a_whole_run_and_is_stopped(tmp_path: Path, two_nodes: Any)
             assert time.monotonic() < deadline_s, f"waited 300 s for {what}: {client.get_job_logs(job)}"
             time.sleep(0.2)
 
-    job = submit("whole", 2)
-    until(job, lambda: client.get_job_status(job).is_terminal(), "the end of the job")
-    assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, client.get_job_logs(job)
-    assert trained(tmp_path / "runs" / "whole") == [1, 2]
-    job = submit("stopped", 500)
-    run = tmp_path / "runs" / "stopped"
+    job = submit(tmp_path / "r.toml", f"run.folder={run.parent}")
     until(job, lambda: trained(run), "the first step")
     client.stop_job(job)
     nothing_is_left(run)
     until(job, lambda: client.get_job_status(job) == jobs.JobStatus.STOPPED, "the job to be stopped")
+    steps = max(trained(run)) + 1
+    job = submit(run, f"run.steps={steps}")
+    until(job, lambda: client.get_job_status(job).is_terminal(), "the end of the job")
+    assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, client.get_job_logs(job)
+    assert sorted(set(trained(run))) == list(range(1, steps + 1))
 
 
 def test_rank_that_ends_is_started_again_ever_later(
@@ -214,3 +255,91 @@ def test_rank_that_ends_is_started_again_ever_later(
         asyncio.run(whole_run.RunActor().keep("rank-0", ["-c", "raise SystemExit(3)"], {}))
     assert waits == [0.2, 0.4, 0.8]
     assert capfd.readouterr().err.count("rank-0 ended with status 3") == 2
+
+
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch) -> list[RayRun]:
+    """What would run on Ray."""
+    runs = list[RayRun]()
+
+    async def drive(driver: Any) -> int:
+        runs.append(driver._run)
+        return 0
+
+    monkeypatch.setattr("windfall.providers.ray.provider.check_installed", lambda: None)
+    monkeypatch.setattr(whole_run.RayDriver, "drive", drive)
+    monkeypatch.setattr(whole_run, "LEFT_S", 0.0)
+    return runs
+
+
+def test_run_folder_is_continued_with_its_changes_and_a_recipe_starts_a_new_one(
+    windfall: Any, here: Path, driven: list[RayRun]
+) -> None:
+    (here / "r.toml").write_text(RECIPE)
+    assert windfall("ray", "r.toml")[0] == 0
+    assert windfall("ray", "r", "--set", "train.ranks=3", "--cpus", "2")[0] == 0
+    status, out, _ = windfall("ray", "r.toml")
+    assert status == 0
+    assert "runs/r exists (no step done); `windfall ray runs/r` continues it" in out
+    folder = here / "runs" / "r"
+    assert [(run.folder, run.ranks, run.cpus) for run in driven] == [
+        (folder, 2, 1.0), (folder, 3, 2.0), (here / "runs" / "r-2", 2, 1.0),
+    ]  # fmt: skip
+    assert "ranks = 3" in (folder / "recipe.toml").read_text()
+    assert driven[0].secret == driven[1].secret == auth.read_token(folder / "trainer.secret")
+
+
+def test_folder_that_cannot_be_continued_is_refused(
+    windfall: Any, here: Path, driven: list[RayRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "r.toml").write_text(RECIPE)
+    folder = start.new_folder(load_recipe(here / "r.toml"))
+    (here / "empty").mkdir()
+
+    def refused(said: str, *words: str) -> None:
+        status, _, errors = windfall("ray", *words)
+        assert status == 2
+        assert said in errors
+
+    refused("runs/s: no such run\nDid you mean 'runs/r'?", "runs/s")
+    refused("empty: not a run: it has no recipe.toml\nGive a folder such as runs/demo.", "empty")
+    refused("s.toml: no such recipe file", "s.toml")
+    refused("run.seed: 0 -> 7", "r", "--set", "run.seed=7")
+    with folders.owned(folder, "driver"):
+        refused("runs/r: another process is already its driver\nStop it first.", "r")
+    with folders.owned(folder):
+        refused("runs/r: another process is already running it\nStop it first.", "r")
+    monkeypatch.setattr(resume_check, "finished", lambda *_: 500)
+    status, out, _ = windfall("ray", "r")
+    assert status == 0
+    assert "this run is finished: all 500 steps are done, and nothing was started" in out
+    assert "windfall ray runs/r --set run.steps=1000" in out
+    assert driven == []
+
+
+def test_new_start_waits_for_what_an_earlier_one_left(
+    windfall: Any, here: Path, driven: list[RayRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command waits for what a killed one left; the node of the run, for what a lost node left."""
+    (here / "r.toml").write_text(RECIPE)
+    folder, said, held = start.new_folder(load_recipe(here / "r.toml")), list[str](), contextlib.ExitStack()
+
+    def say(line: str) -> None:
+        said.append(line)
+        held.close()
+
+    async def sees() -> bool:
+        waiting = asyncio.create_task(whole_run.RunActor().sees(str(folder)))
+        await asyncio.wait({waiting}, timeout=0.3)
+        assert not waiting.done()
+        held.close()
+        return await waiting
+
+    monkeypatch.setattr(whole_run, "LEFT_S", 60.0)
+    monkeypatch.setattr(whole_run, "say", say)
+    held.enter_context(folders.owned(folder))
+    assert windfall("ray", "r")[0] == 0
+    assert said[0] == "runs/r: a process still runs it; waiting up to 60 s for its end"
+    assert len(driven) == 1
+    held.enter_context(folders.owned(folder))
+    assert asyncio.run(sees())

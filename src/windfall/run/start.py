@@ -52,32 +52,44 @@ def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str
     """Run training in `folder` until it ends or is stopped; returns the exit status (supervisor.py). `token`: what
     workers join with; `secret`: what the other machines of the trainer join with. None creates one."""
     console = Console(recipe, folder)
-    if (wanted := recipe.run.folder / recipe.run.name) != folder:
-        number = int(folder.name.removeprefix(f"{wanted.name}-")) - 1
-        before = wanted.with_name(f"{wanted.name}-{number}") if number > 1 else wanted
-        console.name_is_taken(before, resume_check.describe(before))
+    notice_older(recipe, folder, console)
     with folders.owned(folder):
         auth.make_token(folder / "token", token)
         auth.make_token(folder / "trainer.secret", secret)
         return _run(recipe, folder, console)
 
 
+def notice_older(recipe: Recipe, folder: Path, console: Console) -> None:
+    """Say so if an older run has the name of this one."""
+    if (wanted := recipe.run.folder / recipe.run.name) != folder:
+        number = int(folder.name.removeprefix(f"{wanted.name}-")) - 1
+        before = wanted.with_name(f"{wanted.name}-{number}") if number > 1 else wanted
+        console.name_is_taken(before, resume_check.describe(before))
+
+
 def resume(recipe: Recipe, folder: Path) -> int:
     """Continue a run; returns the exit status."""
     console = Console(recipe, folder)
     with folders.owned(folder):
-        warnings = resume_check.check_files(folder)
-        recipe = folders.with_absolute_paths(recipe)
-        changes = resume_check.check_changes(recipe, folder)
-        steps = resume_check.finished(recipe, folder)
-        if steps is not None:
-            console.is_finished(steps)
-            return 0
-        if report := recipe_check.check(recipe):
-            console.notice(report)
-        record(recipe, folder, changes)
-        console.resuming(changes, warnings)
-        return _run(recipe, folder, console)
+        ready = prepare(recipe, folder, console)
+        return 0 if ready is None else _run(ready, folder, console)
+
+
+def prepare(recipe: Recipe, folder: Path, console: Console, *, here: bool = True) -> Recipe | None:
+    """Check how a run continues, and record its recipe, which is returned with absolute paths. None: it is finished.
+    `here`: its processes start on this machine, so this must have what they need."""
+    warnings = resume_check.check_files(folder)
+    recipe = folders.with_absolute_paths(recipe)
+    changes = resume_check.check_changes(recipe, folder)
+    steps = resume_check.finished(recipe, folder)
+    if steps is not None:
+        console.is_finished(steps)
+        return None
+    if here and (report := recipe_check.check(recipe)):
+        console.notice(report)
+    record(recipe, folder, changes)
+    console.resuming(changes, warnings)
+    return recipe
 
 
 def record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.support.fleets.worker_sources import source_path
@@ -20,7 +23,28 @@ def cluster(nodes: int, *, dashboard: bool = False, **resources: Any) -> Iterato
     os.environ["TEST_RAY_ADDRESS"] = made.address
     try:
         for _ in range(nodes):
-            made.add_node(num_cpus=1, object_store_memory=80 * 1024 * 1024, **resources)
+            add_node(made, **resources)
         yield made
     finally:
         made.shutdown()
+
+
+def add_node(cluster: Any, **resources: Any) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 1024 * 1024, **resources)  # Ray wants the main thread
+
+
+def wait_until(
+    condition: Callable[[], Any],
+    what: str,
+    *,
+    running: subprocess.Popen[bytes] | None = None,
+    out: Path = Path(os.devnull),
+    within_s: float = 240.0,
+) -> Any:
+    """What the condition returns once it is true. Fails with the output in `out` if this process ends before."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := condition()):
+        assert running is None or running.poll() is None, f"ended before {what}: {out.read_text()}"
+        assert time.monotonic() < deadline_s, f"waited {within_s:g} s for {what}: {out.read_text()}"
+        time.sleep(0.05)
+    return found

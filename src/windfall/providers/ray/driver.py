@@ -24,7 +24,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windfall.processes import process
@@ -57,55 +57,90 @@ class WorkerActor:
             self._handle.signal(number)
 
 
+def when_signaled(*numbers: int) -> asyncio.Task[Any]:
+    """A task that is done as soon as one of these signals has come. To be called after `connect`, because Ray sets
+    handlers of its own, with which the process would abort at its end."""
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, asked.set)
+    return asyncio.create_task(asked.wait())
+
+
+async def connect(address: str, within_s: float, *, show_logs: bool) -> Any:
+    """Ray, connected to this cluster. `show_logs`: print what actors print. Raises OSError."""
+    ray: Any = importlib.import_module("ray")  # an extra
+    try:
+        async with asyncio.timeout(within_s):
+            # On a thread, because it blocks; Ray then leaves the signal handlers alone as well.
+            await asyncio.to_thread(ray.init, address, namespace="windfall", log_to_driver=show_logs)
+    except (OSError, RuntimeError, ValueError) as e:
+        cause = str(e) or f"no answer within {within_s:g} s"
+        raise OSError(f"cannot connect to the Ray cluster at {address}: {cause}") from e
+    return ray
+
+
+async def disconnect() -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SHUTDOWN_S):
+            await asyncio.to_thread(importlib.import_module("ray").shutdown)
+
+
+@contextlib.contextmanager
+def placed(ray: Any, kind: type[WorkerActor], **options: Any) -> Iterator[Any]:
+    """An actor of this kind with these options, which is killed at the end."""
+    actor = ray.remote(kind).options(max_restarts=0, max_concurrency=8, **options).remote()
+    try:
+        yield actor
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+
+
+async def exit_status(actor: Any, leaving: asyncio.Task[Any], grace_s: float) -> int:
+    """The exit status of the process of this actor. When `leaving` is done, the process has `grace_s` to end. Raises
+    RayError if the actor or its node is lost."""
+    ending = asyncio.ensure_future(actor.wait.remote())
+    await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if not ending.done():
+        drain = asyncio.ensure_future(actor.signal.remote(int(signal.SIGTERM)))
+        await asyncio.wait({ending}, timeout=grace_s)
+        drain.cancel()
+    code = ending.result() if ending.done() else -signal.SIGKILL
+    return code if code >= 0 else 128 - code
+
+
 async def main(request: dict[str, Any], answers: int) -> int:
     """Run one worker. Returns its exit status."""
-    ray: Any = importlib.import_module("ray")  # an extra
-    asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
-    leaving = asyncio.create_task(asked.wait())
 
     def answer(**fields: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and SIGTERM comes
             os.write(answers, json.dumps(fields).encode() + b"\n")
 
     try:
-        async with asyncio.timeout(request["connect_s"]):
-            # On a thread, because it blocks; Ray then leaves the signal handlers alone as well.
-            await asyncio.to_thread(ray.init, request["address"], namespace="windfall", log_to_driver=False)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-        why = str(e) or f"no answer within {request['connect_s']:g} s"
-        answer(error=f"cannot connect to the Ray cluster at {request['address']}: {why}", temporary=True)
+        ray = await connect(request["address"], request["connect_s"], show_logs=False)
+    except OSError as e:
+        answer(error=str(e), temporary=True)
         return 1
+    leaving, lost = when_signaled(signal.SIGTERM), ray.exceptions.RayError
     try:
-        actor = ray.remote(WorkerActor).options(max_restarts=0, max_concurrency=8, **request["actor"]).remote()
-        starting = asyncio.ensure_future(actor.start.remote(*request["start"]))
-        await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            return 1
-        answer(pid=await starting)
-    except (ray.exceptions.RayError, ValueError, TypeError, OSError) as e:
-        temporary = isinstance(e, ray.exceptions.RayError | OSError)
-        answer(error=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}", temporary=temporary)
+        with placed(ray, WorkerActor, **request["actor"]) as actor:
+            starting = asyncio.ensure_future(actor.start.remote(*request["start"]))
+            await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return 1
+            answer(pid=starting.result())
+            with contextlib.suppress(lost):
+                return await exit_status(actor, leaving, request["drain_s"])
+            return 128 + signal.SIGKILL
+    except (lost, ValueError, TypeError, OSError) as e:
+        answer(error=why(e), temporary=isinstance(e, lost | OSError))
         return 1
-    ending = asyncio.ensure_future(actor.wait.remote())
-    await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    if not ending.done():
-        drain = asyncio.ensure_future(actor.signal.remote(int(signal.SIGTERM)))
-        await asyncio.wait({ending}, timeout=request["drain_s"])
-        drain.cancel()
-    try:
-        code = ending.result() if ending.done() else -signal.SIGKILL
-    except ray.exceptions.RayError:  # the actor died, or its node
-        code = -signal.SIGKILL
-    with contextlib.suppress(ray.exceptions.RayError):
-        ray.kill(actor)
-    return code if code >= 0 else 128 - code
 
 
-async def _close() -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SHUTDOWN_S):
-            await asyncio.to_thread(importlib.import_module("ray").shutdown)
+def why(error: Exception) -> str:
+    """The kind of an error, and the first line of its text: Ray's errors have many."""
+    first, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 async def _run() -> None:
@@ -113,7 +148,7 @@ async def _run() -> None:
     request = json.loads(sys.stdin.readline())
     os.dup2(2, 1)  # what Ray prints goes to the log, not between the answers
     code = await main(request, answers)
-    await _close()
+    await disconnect()
     sys.stderr.flush()
     os._exit(code)  # not by return: asyncio would wait for a thread that Ray still blocks
 

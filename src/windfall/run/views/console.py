@@ -69,8 +69,9 @@ LINES = {
 
 
 class Console:
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe, self._folder = recipe, folder
+    def __init__(self, recipe: Recipe, folder: Path, resume: str = "resume") -> None:
+        """`resume`: the command that continues the run."""
+        self._recipe, self._folder, self._resume = recipe, folder, resume
         self._out = Terminal(highlight=False, soft_wrap=True, emoji=False)  # an id may have ":train:" in it
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         # The progress bar is shown only on a terminal; a file gets only the lines.
@@ -192,13 +193,13 @@ class Console:
 
     def name_is_taken(self, before: Path, state: str) -> None:
         """Shown at the start of a run that has another folder than its name says, because an older run has that."""
-        resume = f"; `{_command()} resume {shlex.quote(str(before))}` continues it"
+        resume = f"; `{_command()} {self._resume} {shlex.quote(str(before))}` continues it"
         more = "" if state.startswith(("running", "finished")) else resume
         self.notice(f"{before} exists ({state}){more}. This is a new run: {self._folder}")
 
     def is_finished(self, steps: int) -> None:
         self._out.print(f"this run is finished: all {steps} steps are done, and nothing was started")
-        more = f"{_command()} resume {_argument(self._folder)} --set run.steps={2 * steps}"
+        more = f"{_command()} {self._resume} {_argument(self._folder)} --set run.steps={2 * steps}"
         self._out.print(f"  to extend it               {more}")
 
     def resuming(self, changes: Sequence[KeyChange], warnings: Sequence[str]) -> None:
@@ -253,7 +254,7 @@ class Console:
             tries = [*(f"generate {run}{policy} --prompt '{prompt}'" for policy in policies), f"eval {run}"]
             out += [("" if n else "try next", f"{_command()} {what}") for n, what in enumerate(tries)]
         else:
-            out.append(("resume with", f"{_command()} resume {_argument(self._folder)}"))
+            out.append(("resume with", f"{_command()} {self._resume} {_argument(self._folder)}"))
         title = "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"
         for line in ("", title, *figures.labeled(out)):
             self._out.print(line)

@@ -185,7 +185,6 @@ def _prompt(value: Any, name: str, where: str, form: RowFormat) -> Prompt:
     else:
         fix = 'It must be text, or a list of messages such as {"role": "user", "content": "..."}.'
         raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
-    messages = [{k: v for k, v in message.items() if isinstance(v, str)} for message in messages]
     if form.instruction:
         messages[-1]["content"] = f"{messages[-1]['content']}\n{form.instruction}"
     if form.system_prompt and messages[0]["role"] != "system":

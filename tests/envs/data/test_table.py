@@ -83,6 +83,14 @@ def test_messages_keep_what_the_chat_template_reads(tmp_path: Path) -> None:
     assert row.prompt == chat
 
 
+def test_functions_get_a_number_as_the_number_that_it_is(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1e-5}])
+    for compared in (True, False):
+        (row,) = read(path, RowFormat(answer_needed=compared))
+        assert row.answer == "0.00001"
+        assert row.columns["answer"] == 1e-5
+
+
 def test_tables_fill_messages_with_empty_fields(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}]
     (row,) = read(write_parquet(tmp_path / "a.parquet", rows), RowFormat(answer_needed=False))

@@ -322,7 +322,8 @@ def evaluate(
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 200,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: that of the recipe.")
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: eval.temperature of the recipe."),
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Number of responses to print.")] = 0,
     set: Overrides = None,

@@ -124,7 +124,7 @@ def evaluate(
     as_json: bool = False,
 ) -> None:  # fmt: skip
     """`models`: by policy. `policy`: print only the rewards of its roles, with its own [eval]; by default, those of all
-    policies. `show`: number of tasks whose first response is printed. `as_json`: print only the figures to stdout."""
+    policies. `temperature`: by default, that with which the run evaluates. `show`: number of tasks whose first response is printed. `as_json`: print only the figures to stdout."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
@@ -133,8 +133,9 @@ def evaluate(
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
     out = Console(highlight=False, soft_wrap=True, emoji=False, stderr=as_json)
     options, size = recipe.of(policy).eval, recipe.of(policy).eval.samples
-    samplings = {name: recipe.of(name).rollout.sampling(temperature) for name in models}
-    if size > 1 and any(sampling.temperature == 0 for sampling in samplings.values()):
+    chosen = options.temperature if temperature is None else temperature
+    samplings = {name: recipe.of(name).rollout.sampling(chosen) for name in models}
+    if size > 1 and chosen == 0:
         fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
         raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     results: dict[str, _Results] = {}

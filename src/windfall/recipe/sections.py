@@ -148,7 +148,8 @@ class RolloutSection(Section):
     """Upper limit for the processes in which the environment runs; they are started as they are needed. 0 allows one
     per core for calls that compute, and up to 32 for calls that wait."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
-    """Texts that end the policy's turn, such as "</answer>". The turn includes the text that ended it."""
+    """Texts that end the policy's turn, such as "</answer>", or special tokens, such as "<|im_end|>". The turn includes
+    the text that ended it."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)

@@ -17,7 +17,8 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 def extract(text: str, gold: str | None) -> str:
     """The content of the last <answer>...</answer> or \\boxed{...}. Without these, the whole text if that is the gold
-    answer; otherwise the last number if the gold answer is one, or else the last line. A number equal to the gold answer is returned as spelled there.
+    answer; otherwise the last number if the gold answer is one, or else the last line. A number equal to the gold
+    answer is returned as spelled there.
 
     >>> extract("3 + 4 = 7, so <answer>7.0</answer>", "7"), extract("3 + 4 = 7.", "7"), extract("Hm.\\n\\nYes\\n", "No")
     ('7', '7', 'Yes')

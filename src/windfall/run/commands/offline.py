@@ -124,7 +124,8 @@ def evaluate(
     as_json: bool = False,
 ) -> None:  # fmt: skip
     """`models`: by policy. `policy`: print only the rewards of its roles, with its own [eval]; by default, those of all
-    policies. `temperature`: by default, that with which the run evaluates. `show`: number of tasks whose first response is printed. `as_json`: print only the figures to stdout."""
+    policies. `temperature`: by default, that with which the run evaluates. `show`: number of tasks whose first response
+    is printed. `as_json`: print only the figures to stdout."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:

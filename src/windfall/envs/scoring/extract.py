@@ -25,7 +25,7 @@ def extract(text: str, gold: str | None) -> str:
     """
     answer = marked(text)
     if answer is None and text.strip() == gold:
-        answer = gold
+        answer = text.strip()
     elif answer is None and is_number(gold):
         answer = last_number(text)
     elif answer is None:

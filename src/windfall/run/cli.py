@@ -378,9 +378,11 @@ def generate(
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path = offline.find_checkpoint(offline.named(model), policy)
+    name = offline.named(model)
+    path, chat = offline.find_checkpoint(name, policy), offline.find_chat(name, policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-    offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, as_json=as_json)
+    limits = {"n": n, "max_tokens": max_tokens}
+    offline.generate(path, prompt, chat=chat, sampling=sampling, seed=seed, as_json=as_json, **limits)
 
 
 @fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")

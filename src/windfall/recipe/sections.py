@@ -101,7 +101,8 @@ class AlgorithmSection(Section):
     options: dict[str, float | int | str] = Field(default={})
     """Parameters of the algorithm, such as clip_high; see src/windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
+    """Weight of the KL penalty toward the model that the run started from; for adapters, toward their base, also if
+    they start from `train.lora.path`. 0 disables it."""
     importance: Literal["truncate", "mask", "off"] = "truncate"
     """Correction for tokens sampled by older weights, or by an engine that rounds differently: each is weighted by the
     ratio of the trainer's probability to that of the sampling policy. "truncate" limits the weight to `importance_cap`;

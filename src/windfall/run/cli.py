@@ -335,6 +335,8 @@ def evaluate(
     from windfall.run.commands import offline
 
     checkpoint = offline.named(checkpoint)
+    if any(text.partition("=")[0].strip() == "eval.tasks" for text in set or ()):
+        raise WindfallError("eval.tasks is for the evaluations of a run", where="--set", fix="Give --tasks instead.")
     parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
     models = offline.find_models(checkpoint, parsed, policy)
     own = policy if policy in models else ""

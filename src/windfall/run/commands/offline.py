@@ -283,10 +283,12 @@ def _print_rewards(out: Console, found: Mapping[str, Any], tasks: str, label: st
 
 
 def generate(
-    model_path: str, prompts: Sequence[str], *, chat: ChatSection, n: int, max_tokens: int, sampling: Sampling,
-    seed: int, as_json: bool = False,
+    model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int,
+    chat: ChatSection | None = None, as_json: bool = False,
 ) -> None:  # fmt: skip
-    recipe = Recipe(chat=chat, rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens))
+    recipe = Recipe(
+        chat=chat or ChatSection(), rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens)
+    )
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())

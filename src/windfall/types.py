@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
 LeaseKind = Literal["reserved", "spot", "borrowed"]
-Prompt = str | Sequence[Mapping[str, str]]
-"""Text, or a conversation: messages with "role" and "content" for the model's chat template."""
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, or a conversation: messages with "role" and "content", and what else the model's chat template reads."""
 LOCAL = "local"
 """Name of the worker that is the trainer's own engine. A trainer with several ranks has one on each: `local`,
 `local-1`, ... No other worker has such a name."""

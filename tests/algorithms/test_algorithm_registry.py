@@ -32,6 +32,14 @@ def test_unknown_names_are_refused_with_a_suggestion() -> None:
         make("reinforce_pp", baseline="grp")
 
 
+def test_options_without_effect_and_impossible_ones_are_refused() -> None:
+    with pytest.raises(WindfallError, match="overlong_penalty has no effect without overlong_cache"):
+        make("dapo", overlong_penalty=0.5)
+    for value in (-0.2, float("nan")):
+        with pytest.raises(WindfallError, match=f"algorithm grpo: clip = {value} is not 0 or more"):
+            make("grpo", clip=value)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_cannot_be_changed(name: str) -> None:
     assert ALGORITHMS[name].__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import json
+import shutil
 import threading
 import time
 import tracemalloc
@@ -30,6 +31,7 @@ from windfall.controller.workers.members import WorkerState
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.link import auth
+from windfall.models import load
 from windfall.recipe.file import load_recipe, parse_recipe
 from windfall.recipe.sections import Recipe
 from windfall.training import CheckpointState, TrainerLost
@@ -70,6 +72,18 @@ def test_stop_before_a_trainer_has_connected(tmp_path: Path) -> None:
     run(tmp_path, stop)
     assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["stopped", "end"]
     assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
+
+
+def test_chat_arguments_that_the_template_does_not_read_are_named(tmp_path: Path) -> None:
+    auth.make_token(tmp_path / "token")
+    shutil.copytree(load.resolve("tiny"), tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% if think %}...{% endif %}{{ messages[0].content }}")
+    recipe = Recipe.model_validate({"chat": {"arguments": {"think": True, "thnik": True}}})
+    events = EventLog(tmp_path / "events.jsonl")
+    ControllerProcess(recipe, tmp_path, events, resumed=False)._text("")
+    events.close()
+    (warning,) = read(tmp_path / "events.jsonl")
+    assert warning["why"] == "chat.arguments.thnik has no effect: no chat template reads it"
 
 
 def test_history_is_read_in_little_memory(tmp_path: Path) -> None:

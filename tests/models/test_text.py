@@ -6,6 +6,7 @@ kept as generated, so there is nothing to compare.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from windfall.controller.rollout.stop_strings import StopStrings
 from windfall.errors import WindfallError
 from windfall.models.load import load_tokenizer
 from windfall.models.text import Text
@@ -180,4 +182,16 @@ def test_the_end_of_a_turn_that_a_stop_string_ended_is_rendered() -> None:
     given = tokenizer(CHATML, "<|im_end|>")
     text = Text(given)
     (end,) = text.stop
-    assert text.observation("lower", ended=False) == (end, *text.observation("lower"))
+    other = given.convert_tokens_to_ids("<eos>")
+    assert text.observation("lower", last=other) == (end, *text.observation("lower", last=end))
+
+
+def test_a_stop_string_may_be_the_special_token_that_ends_turns_in_the_template() -> None:
+    """As with base models that have a chat template: a turn ends with another token than the end of the text."""
+    given = tokenizer(CHATML, "<eos>")
+    text, end = Text(given), given.convert_tokens_to_ids("<|im_end|>")
+    said = given.encode("12", add_special_tokens=False)
+    stops = StopStrings(["<|im_end|>"], partial(text.decode, special=True))
+    assert stops.end("0/0", [*said, end, *said], 0) == len(said) + 1
+    assert text.decode([*said, end]) == "12"
+    assert given.decode(text.observation("lower", last=end)).startswith("\n<|im_start|>user")

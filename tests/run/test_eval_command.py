@@ -32,3 +32,14 @@ def test_the_reward_says_how_many_responses_were_graded(
     assert code == 0
     shown = "reward 1.000 ± 0.000 (standard error) on 6 held-out tasks of every_other:EveryOther"
     assert f"{shown} (3 of 6 responses graded)" in out
+
+
+def test_the_temperature_is_that_of_the_evaluations_of_a_run(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    recipe = ["eval", "tiny", "--recipe", "small.toml", "--tasks", "2", "--set", "eval.temperature=0"]
+    assert "; temperature 0;" in windfall(*recipe)[1]
+    assert "; temperature 0.5;" in windfall(*recipe, "--temperature", "0.5")[1]
+
+
+def test_a_key_that_has_an_option_of_its_own_is_refused(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = windfall("eval", "tiny", "--recipe", "small.toml", "--set", "eval.tasks=2")
+    assert (code, "Give --tasks instead." in err) == (2, True)

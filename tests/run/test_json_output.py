@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.run.views.test_top import snapshot
+from windfall.models import load
 from windfall.recipe.reference import MAIN
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -50,6 +52,16 @@ def test_generate(windfall: Windfall) -> None:
     assert [row["prompt"] for row in rows] == ["1+1=", "1+1=", "2+2=", "2+2="]
     assert all(0 < row["tokens"] <= 9 and row["response"] for row in rows)
     assert len(document(windfall, "generate", "tiny", "--prompt", "1+1=", "--max-tokens", "4")) == 1
+
+
+def test_generate_renders_prompts_as_the_run_of_a_checkpoint_does(windfall: Windfall, here: Path) -> None:
+    shutil.copytree(load.resolve("tiny"), here / "run" / "checkpoints" / "step-000001")
+    (here / "run" / "recipe.toml").write_text("[chat]\ntemplate = '{{ messages[0].content }}+1='\n")
+    args = ("--prompt", "12", "--temperature", "0", "--max-tokens", "9")
+    (row,) = document(windfall, "generate", "run/checkpoints/step-000001", *args)
+    assert row["response"].startswith("12+1=")
+    (row,) = document(windfall, "generate", "tiny", *args)
+    assert not row["response"].startswith("12+1=")
 
 
 def test_eval_has_the_figures_that_it_prints(windfall: Windfall) -> None:

@@ -53,4 +53,8 @@ def make(name: str, **options: Any) -> Algorithm:
         if isinstance(value, str) != isinstance(known[option], str):
             fix = f"Use a value such as {known[option]!r}."
             raise WindfallError(f"wrong type: {option} = {value!r}", where=where, fix=fix)
+        if not isinstance(value, str) and not value >= 0:
+            raise WindfallError(
+                f"{option} = {value!r} is not 0 or more", where=where, fix=f"Use a value such as {known[option]!r}."
+            )
     return cls(**options)

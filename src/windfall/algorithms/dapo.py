@@ -19,6 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, clipped, normalized
+from windfall.errors import WindfallError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,11 @@ class DAPO(Algorithm):
     overlong_cache: int = 0
     """Number of tokens before the limit over which the penalty grows from 0 to `overlong_penalty`. 0: no penalty."""
     overlong_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.overlong_penalty != 1.0 and not self.overlong_cache:
+            fix = "Set overlong_cache, too: the number of tokens before the limit over which it grows."
+            raise WindfallError("overlong_penalty has no effect without overlong_cache", where="dapo", fix=fix)
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         return [normalized(np.array([self.shaped(o) for o in group])).tolist() for group in groups]

@@ -193,7 +193,11 @@ class ControllerProcess:
     def _text(self, policy: str) -> Text:
         """The trainer wrote the tokenizer before it connected."""
         folder, chat = self._tokenizer(policy), self.recipe.of(policy).chat
-        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **chat.options())
+        loaded, options = tokenizer.load(folder), chat.options()
+        text = Text(loaded, tokenizer.stop_ids(folder), **options)
+        for name in sorted({*chat.arguments} - (loaded.reads(options["template"]) if chat.enabled else set())):
+            self.events.instant("chat_warning", why=f"chat.arguments.{name} has no effect: no chat template reads it")
+        return text
 
     def _tokenizer(self, policy: str) -> Path:
         return folders.policy_folder(self.folder, policy) / "tokenizer"

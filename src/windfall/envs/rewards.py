@@ -71,6 +71,9 @@ class RewardFunction:
 def load_function(spec: str, columns: Collection[str]) -> RewardFunction:
     """Load a function and check that its parameters can be given. `columns`: those of the data."""
     where = "env.rewards"
+    if hidden := sorted({*ALWAYS} & {*columns}):
+        fix = "Rename the column: functions get what the policy was asked and wrote under this name."
+        raise WindfallError(f"the data has a column '{hidden[0]}', which no function would get", where=where, fix=fix)
     function = user_code.load(spec, where)
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):

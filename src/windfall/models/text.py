@@ -56,18 +56,19 @@ class Text:
         found = self._chat.turns([*messages, _message("assistant", completion)], tools)
         return [(ids, trained and n == len(found) - 1) for n, (ids, trained) in enumerate(found)]
 
-    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
-        """The ids after a turn: the environment's text and the start of the next turn. `ended`: the turn has its stop
-        token; otherwise, the observation begins with it."""
+    def observation(self, text: str, *, last: int | None = None) -> tuple[int, ...]:
+        """The ids after a turn: the environment's text and the start of the next turn. `last`: the last token of the
+        turn; None: a stop token. If it ends turns in the template, the observation does not repeat it."""
         if self._chat is None:
             return self._encode(text)
         said = [_message("user", "."), _message("assistant", _MARK), _message("user", text)]
         ids = self._encode(self._chat.render(said).rpartition(_MARK)[2])
-        # The template ends the turn with a stop token, but the turn may already have one.
-        return ids[1:] if ended and ids and ids[0] in self.stop else ids
+        ended = self.stop if last is None or last in self.stop else {last}
+        return ids[1:] if ids and ids[0] in ended else ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of these ids. `special`: also that of special tokens, such as "<|im_end|>"."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -48,6 +48,12 @@ class Tokenizer:
         if template not in self._compiled:
             self._compiled[template] = _compile(template, self._where)
         return self._compiled[template]
+
+    def reads(self, chat_template: str | None = None) -> set[str]:
+        """The variables that the chat template, or this one instead of it, gets from outside."""
+        template = chat_template or self.chat_template or ""
+        self._compile(template)  # the error says what is wrong with it
+        return meta.find_undeclared_variables(_environment().parse(template))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -180,11 +186,16 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _compile(template: str, where: str) -> Template:
-    """Compile with transformers' settings and names, which templates expect."""
-    env = ImmutableSandboxedEnvironment(
+def _environment() -> ImmutableSandboxedEnvironment:
+    """With transformers' settings, which templates expect."""
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
+
+
+def _compile(template: str, where: str) -> Template:
+    """Compile with transformers' names, which templates expect."""
+    env = _environment()
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

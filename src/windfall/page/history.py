@@ -34,7 +34,7 @@ MAX_PROBLEMS, MAX_MOVES, MAX_POLICIES = 200, 20_000, 64
 PROBLEMS = {
     "worker_lost", "worker_stuck", "worker_suspect", "trainer_lost", "trainer_frozen", "load_failed", "no_workers",
     "no_room", "work_rejected", "engine_gap", "kv_dtype", "reward_missing", "task_skipped", "update_skipped", "refused",
-    "checkpoint_damaged", "journal_lost", "log_gap", "eval_warning", "sink_dropped",
+    "checkpoint_damaged", "journal_lost", "log_gap", "chat_warning", "eval_warning", "sink_dropped",
     "source_dropped",
 }  # fmt: skip
 ALIVE = {

@@ -75,7 +75,8 @@ class DatasetEnv(HostedEnv):
     """Subset (configuration) of a data set that has several, such as "main"."""
     columns: dict[Literal["prompt", "answer"], str] = Field(default={})
     """Names of the columns with the prompt (text, or a list of messages) and the correct answer, such as
-    `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer"."""
+    `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer". Reward
+    functions get the answer as `answer`, too, in place of another column of that name."""
     system_prompt: str | None = None
     """System message put before every prompt that does not have one."""
     instruction: str | None = None

@@ -101,7 +101,8 @@ class AlgorithmSection(Section):
     options: dict[str, float | int | str] = Field(default={})
     """Parameters of the algorithm, such as clip_high; see src/windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
+    """Weight of the KL penalty toward the model that the run started from; for adapters, toward their base, also if
+    they start from `train.lora.path`. 0 disables it."""
     importance: Literal["truncate", "mask", "off"] = "truncate"
     """Correction for tokens sampled by older weights, or by an engine that rounds differently: each is weighted by the
     ratio of the trainer's probability to that of the sampling policy. "truncate" limits the weight to `importance_cap`;
@@ -148,7 +149,8 @@ class RolloutSection(Section):
     """Upper limit for the processes in which the environment runs; they are started as they are needed. 0 allows one
     per core for calls that compute, and up to 32 for calls that wait."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
-    """Texts that end the policy's turn, such as "</answer>". The turn includes the text that ended it."""
+    """Texts that end the policy's turn, such as "</answer>", or special tokens, such as "<|im_end|>". The turn includes
+    the text that ended it."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)

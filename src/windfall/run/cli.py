@@ -322,7 +322,8 @@ def evaluate(
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 200,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: that of the recipe.")
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: eval.temperature of the recipe."),
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Number of responses to print.")] = 0,
     set: Overrides = None,
@@ -334,6 +335,8 @@ def evaluate(
     from windfall.run.commands import offline
 
     checkpoint = offline.named(checkpoint)
+    if any(text.partition("=")[0].strip() == "eval.tasks" for text in set or ()):
+        raise WindfallError("eval.tasks is for the evaluations of a run", where="--set", fix="Give --tasks instead.")
     parsed = load_recipe(recipe or offline.find_recipe(checkpoint), set)
     models = offline.find_models(checkpoint, parsed, policy)
     own = policy if policy in models else ""
@@ -377,9 +380,11 @@ def generate(
     from windfall.run.commands import offline
     from windfall.types import Sampling
 
-    path = offline.find_checkpoint(offline.named(model), policy)
+    name = offline.named(model)
+    path, chat = offline.find_checkpoint(name, policy), offline.find_chat(name, policy)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-    offline.generate(path, prompt, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, as_json=as_json)
+    limits = {"n": n, "max_tokens": max_tokens}
+    offline.generate(path, prompt, chat=chat, sampling=sampling, seed=seed, as_json=as_json, **limits)
 
 
 @fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")

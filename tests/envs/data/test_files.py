@@ -44,6 +44,20 @@ def test_files_without_a_split_are_one(tmp_path: Path) -> None:
     assert names(tmp_path) == names(tmp_path, "train") == ["a.jsonl", "b.jsonl"]
 
 
+def test_a_file_that_may_not_belong_to_the_split_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "train.jsonl", "heldout.jsonl", "test.jsonl")
+    with pytest.raises(WindfallError, match=r"heldout.jsonl: the name says no split"):
+        find(tmp_path)
+    assert names(tmp_path, "test") == ["test.jsonl"]
+
+
+def test_a_split_with_missing_files_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "data/train-00001-of-00003.parquet", "data/train-00000-of-00003.parquet")
+    with pytest.raises(WindfallError, match="only 2 of the 3 files of 'train' are here"):
+        find(tmp_path)
+    assert find(tmp_path / "data" / "train-00001-of-00003.parquet").files
+
+
 def test_one_of_several_subsets_must_be_named(tmp_path: Path) -> None:
     make(tmp_path, "main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet")
     with pytest.raises(WindfallError, match="one of: main, socratic"):

@@ -72,6 +72,25 @@ def test_messages_system_prompt_and_instruction(tmp_path: Path) -> None:
     assert [row.prompt[0]["content"] for row in rows[1:]] == ["Think.", "Mine."]  # type: ignore[index]
 
 
+def test_messages_keep_what_the_chat_template_reads(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    chat = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "cached": True},
+    ]
+    (row,) = read(write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat, "answer": 4}]), RowFormat())
+    assert row.prompt == chat
+
+
+def test_functions_get_a_number_as_the_number_that_it_is(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1e-5}])
+    for compared in (True, False):
+        (row,) = read(path, RowFormat(answer_needed=compared))
+        assert row.answer == "0.00001"
+        assert row.columns["answer"] == 1e-5
+
+
 def test_tables_fill_messages_with_empty_fields(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "x"}]}]
     (row,) = read(write_parquet(tmp_path / "a.parquet", rows), RowFormat(answer_needed=False))

@@ -147,6 +147,13 @@ def test_functions_that_cannot_be_called_are_refused(tmp_path: Path, function: s
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_that_no_function_would_get_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WindfallError, match=f"has a column '{name}', which no function would get"):
+        make(tmp_path, "length", path=data(tmp_path, **{name: 1}))
+    assert grade(make(tmp_path, "exact", path=data(tmp_path, **{name: 1})), "56").reward == 1.0
+
+
 def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
     path = data(tmp_path)
     with pytest.raises(WindfallError, match="no such file"):

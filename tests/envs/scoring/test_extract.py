@@ -35,6 +35,13 @@ from windfall.envs.scoring.extract import extract, last_number, marked, same_num
         ("", "No", ""),
         ("", "7", ""),
         ("anything\nmoves", None, "moves"),
+        ("Yes,\nno\n", "Yes,\nno", "Yes,\nno"),
+        ("so 1200 in all", "1,200", "1,200"),
+        ("<answer>1200</answer>", "$1,200", "$1,200"),
+        ("it is 0.5", ".5", ".5"),
+        ("it is .5", "5", ".5"),
+        ("<answer>.5</answer>", "5", ".5"),
+        ("<answer>(5).</answer>", "+5", "+5"),
         ("100000", "1e5", "100000"),  # may be a hexadecimal: not taken for a number
     ],
 )

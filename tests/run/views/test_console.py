@@ -193,6 +193,7 @@ EVENTS = [
     scalar("eval", step=0, reward=0.25, tasks=4, on="4 rows of [test].jsonl"),
     scalar("eval", step=0, reward=None, tasks=0),
     {"kind": "instant", "name": "eval_warning", "why": "rows of [train].jsonl"},
+    {"kind": "instant", "name": "chat_warning", "why": "chat.arguments.[x] has no effect"},
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
      "bytes": 81},
     {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0},

@@ -49,9 +49,21 @@ def test_console_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 def test_summary() -> None:
     evals = [event("scalar", "eval", step=n, reward=0.1 * n, pass_at={"8": 0.2 * n}) for n in (1, 2)]
     assert dict(summarize([*evals, step()]))["pass@8"] == "0.200 before, 0.400 after"
+    evals[0] |= {"on": "8 rows"}
     evals[1] |= {"graded": 3, "responses": 8, "on": "8 rows"}
     shown = dict(summarize(evals))["evaluation reward"]
     assert shown == "0.100 before, 0.200 (3 of 8 responses graded) after, on 8 rows"
+
+
+def test_the_summary_compares_evaluations_on_the_same_tasks() -> None:
+    first, second, third = (
+        event("scalar", "eval", step=n, reward=0.1 * n, on=on, pass_at={"8": 0.1 * n})
+        for n, on in ((1, "8 rows of a"), (2, "6 rows of b"), (3, "6 rows of b"))
+    )
+    assert dict(summarize([first, second])) == {"evaluation reward": "0.200, on 6 rows of b"}
+    shown = dict(summarize([first, second, third]))
+    assert shown["evaluation reward"] == "0.200 before, 0.300 after, on 6 rows of b"
+    assert shown["pass@8"] == "0.200 before, 0.300 after"
 
 
 def test_environments_without_processes_are_named() -> None:

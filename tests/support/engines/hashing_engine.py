@@ -69,10 +69,10 @@ class CharacterText:
     def prompt(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
-    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+    def observation(self, text: str, *, last: int | None = None) -> tuple[int, ...]:
         return self.prompt(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return "".join(chr(i) for i in ids if i != STOP)
 
 

@@ -257,7 +257,7 @@ class Stream:
         """Groups that were completed since groups were last handed out."""
         self._ended = False
         self._stops = {
-            policy: StopStrings(rollout.options.stop, text.decode)
+            policy: StopStrings(rollout.options.stop, partial(text.decode, special=True))
             for policy, text in rollout.texts.items()
             if rollout.options.stop
         }
@@ -643,8 +643,7 @@ class Stream:
         EnvFailed if it cannot be asked."""
         if (episode := response.episodes.get(role)) is not None:
             response.current, codec = episode, self._rollout.texts[episode.policy]
-            ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
-            return episode.observe(codec.observation(observation, ended=ended))
+            return episode.observe(codec.observation(observation, last=episode.tokens[-1]))
         prompt = self._opening(role, observation, f"the first observation for the role {role!r}")
         room = self._rollout.policy_options[policy_of(role)].max_tokens - len(prompt)
         if room > 0:

@@ -5,13 +5,15 @@
 
 Rules for a folder of the hub: a folder in it is a subset, unless its name names a split. A name such as
 `train-00000-of-00002` names the split, else a word in the name of the file or of its folder does (train, test,
-validation and their usual short forms), else everything is the split `train`. Nothing is downloaded.
+validation and their usual short forms). Files that name none are the split `train`; if others name it, it is refused,
+and so is a split of which files are missing. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ _WORDS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
 }  # fmt: skip
-_SHARD = re.compile(r"(?P<split>\w[\w.]*?)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(?P<split>\w[\w.]*?)-\d{5}-of-(?P<of>\d{5})")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 
 
@@ -69,7 +71,22 @@ def find(path: Path, split: str | None = None, subset: str | None = None, *, key
         raise WindfallError("this folder was written by save_to_disk", where=str(path), fix=fix)
     splits = _hub(path, subset, key)
     chosen = _choose(splits, name, path, key)
+    _check_whole(splits[chosen], path)
     return DataFiles(files=tuple(splits[chosen]), split=chosen, bounds=bounds)
+
+
+def _check_whole(files: Sequence[Path], path: Path) -> None:
+    """Raise WindfallError if files of this split of `path` are missing, or some of its files may be of another one."""
+    shards = Counter((file.parent, m["split"], int(m["of"])) for file in files if (m := _SHARD.match(file.name)))
+    for (folder, split, of), count in shards.items():
+        if count < of:
+            fix = "Download the others, or rename these files to use them alone."
+            raise WindfallError(f"only {count} of the {of} files of {split!r} are here", where=str(folder), fix=fix)
+    unnamed = [file for file in files if _split_of(file.relative_to(path)) is None]
+    if 0 < len(unnamed) < len(files):
+        what = "the name says no split, while that of other files says 'train'"
+        fix = "Rename it, move it out of this folder, or give the path of one file."
+        raise WindfallError(what, where=str(unnamed[0]), fix=fix)
 
 
 def _parse_split(split: str | None, key: str) -> tuple[str | None, tuple[str | None, str | None]]:
@@ -127,20 +144,20 @@ def _by_subset(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
 def _by_split(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
     out: dict[str, list[Path]] = {}
     for file in files:
-        out.setdefault(_split_of(file.relative_to(path)), []).append(file)
+        out.setdefault(_split_of(file.relative_to(path)) or "train", []).append(file)
     return out
 
 
-def _split_of(file: Path) -> str:
-    """The split that a file belongs to, by its name.
+def _split_of(file: Path) -> str | None:
+    """The split that the name of a file says.
 
     >>> [_split_of(Path(p)) for p in ("dev_tiny-00000-of-00001.parquet", "test/0.parquet", "my-val.jsonl", "a.json")]
-    ['dev_tiny', 'test', 'validation', 'train']
+    ['dev_tiny', 'test', 'validation', None]
     """
     if found := _SHARD.match(file.name):
         return found["split"]
     words = (word for part in reversed(file.with_suffix("").parts) if (word := _word(part)) is not None)
-    return next(words, "train")
+    return next(words, None)
 
 
 def _word(name: str) -> str | None:

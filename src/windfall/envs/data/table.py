@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def _table_row(file: Path, number: int, row: dict[str, Any], form: RowFormat) ->
         answer = _answer(_column(row, "answer", answer_name, where), answer_name, where, form)
     columns = {name: value for name, value in row.items() if name != prompt_name}
     if answer_name in row:
-        columns["answer"] = answer if isinstance(row[answer_name], str) or form.answer_needed else row[answer_name]
+        columns["answer"] = answer if isinstance(row[answer_name], str) else row[answer_name]
     return TableRow(prompt, answer, number, file, columns)
 
 
@@ -185,7 +186,6 @@ def _prompt(value: Any, name: str, where: str, form: RowFormat) -> Prompt:
     else:
         fix = 'It must be text, or a list of messages such as {"role": "user", "content": "..."}.'
         raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
-    messages = [{k: v for k, v in message.items() if isinstance(v, str)} for message in messages]
     if form.instruction:
         messages[-1]["content"] = f"{messages[-1]['content']}\n{form.instruction}"
     if form.system_prompt and messages[0]["role"] != "system":
@@ -199,7 +199,7 @@ def _answer(value: Any, name: str, where: str, form: RowFormat) -> str:
             return ""
         fix = "It must be text or a number. Without the graders 'math' and 'exact', any value will do."
         raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
-    text = str(value)
+    text = f"{Decimal(repr(value)):f}" if isinstance(value, float) else str(value)  # 0.00001, not 1e-05
     if form.answer_after:
         _before, found, text = text.rpartition(form.answer_after)
         if not found:

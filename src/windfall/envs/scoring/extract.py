@@ -6,8 +6,9 @@ import re
 from decimal import Decimal
 
 # A minus right after a digit, letter or bracket is a subtraction. Commas count only if they group thousands.
-NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
-_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-)?{_DIGITS}(?:[eE][+-]?\d{{1,3}}(?!\d))?")
+_PLAIN_NUMBER = re.compile(f"-?{_DIGITS}")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _MATHEMATICS = re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
@@ -15,14 +16,17 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def extract(text: str, gold: str | None) -> str:
-    """The content of the last <answer>...</answer> or \\boxed{...}. Without these, the last number if the gold answer
-    is a number, and the last line otherwise. A number equal to the gold answer is returned as spelled there.
+    """The content of the last <answer>...</answer> or \\boxed{...}. Without these, the whole text if that is the gold
+    answer; otherwise the last number if the gold answer is one, or else the last line. A number equal to the gold
+    answer is returned as spelled there.
 
     >>> extract("3 + 4 = 7, so <answer>7.0</answer>", "7"), extract("3 + 4 = 7.", "7"), extract("Hm.\\n\\nYes\\n", "No")
     ('7', '7', 'Yes')
     """
     answer = marked(text)
-    if answer is None and is_number(gold):
+    if answer is None and text.strip() == gold:
+        answer = text.strip()
+    elif answer is None and is_number(gold):
         answer = last_number(text)
     elif answer is None:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -46,7 +50,7 @@ def last_number(text: str) -> str:
 
 
 def is_number(gold: str | None) -> bool:
-    return gold is not None and _PLAIN_NUMBER.fullmatch(gold.strip()) is not None
+    return gold is not None and _PLAIN_NUMBER.fullmatch(_bare(gold)) is not None
 
 
 def is_words(gold: str) -> bool:
@@ -56,10 +60,14 @@ def is_words(gold: str) -> bool:
 
 def same_number(answer: str, gold: str) -> bool:
     """Whether both are the same number: '$1,200.0' is 1200."""
-    bare = answer.replace("\N{MINUS SIGN}", "-").strip(" $\\().")
+    bare = _bare(answer)
     if not is_number(gold) or not NUMBER.fullmatch(bare):
         return False
-    return Decimal(bare.replace(",", "")) == Decimal(gold.strip())
+    return Decimal(bare.replace(",", "")) == Decimal(_bare(gold).replace(",", ""))
+
+
+def _bare(number: str) -> str:
+    return number.replace("\N{MINUS SIGN}", "-").strip().lstrip(" $\\(+").rstrip(" $\\().")
 
 
 def _last_box(text: str) -> tuple[int, str] | None:

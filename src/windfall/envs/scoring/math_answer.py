@@ -7,6 +7,7 @@ outside the main thread. They are disabled (0); the CPU time limit of the child 
 from __future__ import annotations
 
 import logging
+import re
 
 import math_verify
 
@@ -28,11 +29,17 @@ def means_the_same(gold: str, text: str, cpu_s: float, verdict: Feedback = WRONG
         answer = marked(text)
         if gold == (text.strip() if answer is None else answer):
             return True
-        got = math_verify.parse(text, parsing_timeout=0) if answer is None else _parse(answer)
+        got = math_verify.parse(_bare(text), parsing_timeout=0) if answer is None else _parse(answer)
         return bool(got) and math_verify.verify(want, got, timeout_seconds=0)
 
 
 def _parse(answer: str) -> list:
     """Parse the whole answer as mathematics. Without $ signs around it, math-verify would read only the 2 of '2x+5'."""
+    answer = _bare(answer)
     enclosed = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     return math_verify.parse(enclosed, parsing_timeout=0) or math_verify.parse(answer, parsing_timeout=0)
+
+
+def _bare(text: str) -> str:
+    """Without dollar signs that begin no formula: math-verify reads no number after them."""
+    return re.sub(r"(?<!\\)\\\$", "", text)

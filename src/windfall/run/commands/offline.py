@@ -35,7 +35,7 @@ from windfall.events.log import EventLog
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.recipe.file import load_recipe
-from windfall.recipe.sections import Recipe, RolloutSection
+from windfall.recipe.sections import ChatSection, Recipe, RolloutSection
 from windfall.run.commands.in_process import in_process_worker, weights_already_loaded
 from windfall.run.views.figures import graded, passes, reward_parts
 from windfall.trainer import checkpoint
@@ -77,6 +77,14 @@ def find_recipe(name: str) -> Path:
         return file
     load.resolve(name)
     raise WindfallError("this checkpoint has no recipe", where=name, fix="Give one with --recipe.")
+
+
+def find_chat(name: str, policy: str = "") -> ChatSection:
+    """How the run of a checkpoint renders prompts; for another model, as by default."""
+    path = Path(name)
+    run, own = (path, policy) if (path / "recipe.toml").is_file() else folders.run_of(path)
+    file = run / "recipe.toml"
+    return load_recipe(file).of(own).chat if path.is_dir() and file.is_file() else ChatSection()
 
 
 def find_models(name: str, recipe: Recipe, policy: str = "") -> dict[str, str]:
@@ -124,7 +132,8 @@ def evaluate(
     as_json: bool = False,
 ) -> None:  # fmt: skip
     """`models`: by policy. `policy`: print only the rewards of its roles, with its own [eval]; by default, those of all
-    policies. `show`: number of tasks whose first response is printed. `as_json`: print only the figures to stdout."""
+    policies. `temperature`: by default, that with which the run evaluates. `show`: number of tasks whose first response
+    is printed. `as_json`: print only the figures to stdout."""
     described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
@@ -133,8 +142,9 @@ def evaluate(
         recipe = recipe.model_copy(update={"env": recipe.env.model_copy(update={"port": 0})})
     out = Console(highlight=False, soft_wrap=True, emoji=False, stderr=as_json)
     options, size = recipe.of(policy).eval, recipe.of(policy).eval.samples
-    samplings = {name: recipe.of(name).rollout.sampling(temperature) for name in models}
-    if size > 1 and any(sampling.temperature == 0 for sampling in samplings.values()):
+    chosen = options.temperature if temperature is None else temperature
+    samplings = {name: recipe.of(name).rollout.sampling(chosen) for name in models}
+    if size > 1 and chosen == 0:
         fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
         raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     results: dict[str, _Results] = {}
@@ -274,9 +284,11 @@ def _print_rewards(out: Console, found: Mapping[str, Any], tasks: str, label: st
 
 def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int,
-    as_json: bool = False,
+    chat: ChatSection | None = None, as_json: bool = False,
 ) -> None:  # fmt: skip
-    recipe = Recipe(rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens))
+    recipe = Recipe(
+        chat=chat or ChatSection(), rollout=RolloutSection(groups=len(prompts), group_size=n, max_tokens=max_tokens)
+    )
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())

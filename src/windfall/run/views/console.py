@@ -28,6 +28,7 @@ SHOWN_GAIN = 1.05
 LINES = {
     "resumed": "continuing after step {step}",
     "gateway": "agents reach the policy at {url}",
+    "chat_warning": "[yellow]warning[/]: {why}",
     "eval_warning": "[yellow]warning[/]: {why}",
     "agents_not_isolated": "[yellow]warning[/]: {why}",
     "trainer_lost": "[red]trainer lost[/]: {why}",

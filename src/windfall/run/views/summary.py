@@ -87,13 +87,14 @@ def _rewards(scalars: list[Event]) -> list[Labeled]:
     steps = [e for e in scalars if e["name"] == "step"]
     evals = [e for e in scalars if e["name"] == "eval" and e["reward"] is not None]
     if len(evals) > 1:
-        first, last = evals[0], evals[-1]
+        last = evals[-1]
+        first = next(e for e in evals if e.get("on") == last.get("on"))  # a resumed run may evaluate on other tasks
         on = f", on {escape(last['on'])}" if last.get("on") else ""
         before, after = (f"{e['reward']:.3f}{graded(e)}" for e in (first, last))
-        out.append(("evaluation reward", f"{before} before, {after} after{on}"))
+        out.append(("evaluation reward", after + on if first is last else f"{before} before, {after} after{on}"))
         passed = first.get("pass_at") or {}
         for k, value in (last.get("pass_at") or {}).items():
-            if k in passed:
+            if k in passed and first is not last:
                 out.append((f"pass@{k}", f"{number(passed[k])} before, {number(value)} after"))
     if trained := [e["reward"] for e in steps if e["reward"] is not None]:
         out.append(("training reward", f"{trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}"))

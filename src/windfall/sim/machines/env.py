@@ -68,10 +68,10 @@ class SimText:
             number //= BASE
         return (*ids, *[FILLER] * (self._prompt_tokens - len(ids)))
 
-    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+    def observation(self, text: str, *, last: int | None = None) -> tuple[int, ...]:
         """`text`: the number of real tokens. It does not matter how the turn ended."""
         return (OBSERVED,) * -(-int(text) // self._granule)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The first token of the response, which identifies it."""
         return str(ids[0])

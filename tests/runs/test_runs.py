@@ -76,6 +76,19 @@ def test_train_and_evaluate(windfall: Windfall, here: Path, trained: tuple[Path,
     assert shown == first, "the first tasks in order, not those that finish first"
 
 
+def test_a_checkpoint_has_the_chat_template_of_the_recipe(
+    windfall: Windfall, here: Path, trained: tuple[Path, str]
+) -> None:
+    run, tokenizer = Path("runs/small"), Path("runs/small/tokenizer")
+    shutil.copytree(trained[0], run)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for steps, given in ((3, template), (4, "")):
+        assert windfall("resume", str(run), f"--set=chat.template={given}", f"--set=run.steps={steps}")[0] == 0
+        file = run / "checkpoints" / f"step-{steps:06d}" / "chat_template.jinja"
+        assert (file.read_text() if file.exists() else "") == given
+        assert not (tokenizer / "chat_template.jinja").exists(), "that of the model, which has none"
+
+
 @pytest.mark.slow
 def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, trained: tuple[Path, str]) -> None:
     run = Path("runs/small")

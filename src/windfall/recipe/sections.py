@@ -86,6 +86,10 @@ class ChatSection(Section):
             raise WindfallError("this is not a chat template", where=f"chat.template = {path}", fix="It has no '{'.")
         return text
 
+    def trained(self) -> str | None:
+        """The template that the model is trained with. None: its own."""
+        return self.source() if self.enabled else None
+
     def with_source(self) -> ChatSection:
         """The same section with the contents of its file instead of the path."""
         return self.model_copy(update={"template": self.source() or ""})

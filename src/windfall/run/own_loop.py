@@ -95,6 +95,8 @@ async def open_policy(recipe: Recipe, *, longest_prompt: int = 256) -> AsyncIter
     model = load.load(recipe.model.path, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(recipe.model.path)
     text = text_for(tokenizer, model, recipe.chat.options())
+    if (template := recipe.chat.trained()) is not None:
+        tokenizer.chat_template = template  # a checkpoint has the template that it was trained with
     derived = derive(recipe, model, device, dtype, [longest_prompt])
     must_replay = recipe.train.replay_routing is True
     engine_spec = base_spec(recipe, recipe.names(), model.config, dtype, {"": derived.longest})

@@ -38,6 +38,7 @@ from windfall.link import messages as m
 from windfall.link.invitation import ALL_INTERFACES
 from windfall.link.socket import Dialer
 from windfall.models import load
+from windfall.models import tokenizer as tokenizers
 from windfall.processes import process
 from windfall.recipe.file import load_recipe
 from windfall.recipe.sections import Recipe
@@ -466,6 +467,19 @@ class LoadedBase:
     policies: dict[str, LoadedPolicy]
 
 
+def _tokenizer(view: Recipe, folder: Path, begins: Any, model: Any) -> Any:
+    """A policy's tokenizer with the model's own chat template. The run keeps it in `folder`, where the controller reads
+    it without torch, because a checkpoint has the template of the recipe. `begins`: the checkpoint to begin with."""
+    tokenizer = load.load_tokenizer(str(begins.path) if begins else view.model.path)
+    if begins and folder.is_dir():
+        tokenizer.chat_template = tokenizers.load(folder).chat_template
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    return tokenizer
+
+
 async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dtype: str) -> LoadedBase:
     """Load the newest checkpoint of every policy, or else what the recipe names. Sharded, the model is loaded into host
     memory."""
@@ -479,21 +493,16 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
     model = load.load(trained_weights.model_to_load(first, found[place.base]), dtype=dtype, device=where, check=check)
     if device == "cpu":
         devices.choose_matmul_library()
-    tokenizers, chosen = {}, {}
+    texts, chosen = {}, {}
     trains = [name for name in names if recipe.is_trained(name) or recipe.slot(name) == "train"]
     for name, view in views.items():
         if not recipe.slot(name):  # the texts of a slot are those of its base
-            begins = found[name]
-            tokenizers[name] = load.load_tokenizer(str(begins.path) if begins else view.model.path)
-            written = (
-                folders.policy_folder(folder, name) / "tokenizer"
-            )  # for the controller, which reads it without torch
-            written.parent.mkdir(parents=True, exist_ok=True)
-            tokenizers[name].save_pretrained(written)
-            model.generation_config.save_pretrained(written)
+            texts[name] = _tokenizer(view, folders.policy_folder(folder, name) / "tokenizer", found[name], model)
         # Beside slots, rollout.max_tokens is for prompt and response together: the prompts are not known.
         planned = derived.planned_prompts
-        prompts = [0] if recipe.has_slots else await planned(view, folder, tokenizers[name], model)
+        prompts = [0] if recipe.has_slots else await planned(view, folder, texts[name], model)
+        if name in texts and (template := view.chat.trained()) is not None:
+            texts[name].chat_template = template  # a checkpoint has the template that it was trained with
         others = [other.train.lora for n, other in views.items() if n != name and n in trains]
         chosen[name] = derived.derive(
             view, model, device, dtype, prompts, ranks=place.size, local_ranks=place.local_size, sharded=sharded,
@@ -511,7 +520,7 @@ async def _load(recipe: Recipe, folder: Path, place: RankPlace, device: str, dty
         weights = trained_weights.prepare(model, view, begins, dtype=dtype, policy=name, **options)
         digest = weights.base.digest if weights.base else digest
         policies[name] = LoadedPolicy(
-            tokenizer=tokenizers.get(name),
+            tokenizer=texts.get(name),
             weights=weights,
             setup=PolicySetup(
                 micro_tokens=chosen[name].micro_tokens,

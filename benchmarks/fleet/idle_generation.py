@@ -5,8 +5,8 @@
 
     never         only if there is no other worker
     always        whenever the trainer does not use the machine
-    0.25 / 0.1    from a step in which the trainer waited for more than 25 % of the time, until one with less than 10 %
-                  (START_SHARE and STOP_SHARE of controller/rollout/local_generation.py)
+    by wait       from a step in which the trainer waited for more than START_SHARE of the time, until a period with
+                  less than STOP_SHARE (controller/rollout/local_generation.py)
 
 Rows: models of async_sim.py, numbers of workers, with and without losses, staleness. Columns: trained tokens per second
 and per dollar as ratios to `never`, and the share of tokens that were dropped as too old. Figures leave out the first
@@ -26,7 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `benchmarks` is fo
 from benchmarks.support.async_sim import STEADY, simulate, trained
 from windfall.controller.rollout import local_generation
 
-POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "always": (-1.0, -1.0)}
+POLICIES = {
+    "never": (9.0, 9.0),
+    "by wait": (local_generation.START_SHARE, local_generation.STOP_SHARE),
+    "always": (-1.0, -1.0),
+}
 """START_SHARE and STOP_SHARE. The share is between 0 and 1."""
 WORKERS = {"harvest": (2, 5, 10), "spot": (3, 8, 14)}
 
@@ -63,6 +67,7 @@ def row(
     base = (0.0, 0.0)
     for name, (start, stop) in POLICIES.items():
         local_generation.START_SHARE, local_generation.STOP_SHARE = start, stop
+        local_generation.IdleGeneration.generates = stop < 0  # in the first period
         found = []
         for seed in range(args.seeds):
             steps, granule = simulate(model, [*sets, f"run.seed={seed}", f"trace.seed={seed}"])

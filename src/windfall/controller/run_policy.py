@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from windfall import algorithms
@@ -49,8 +50,8 @@ class RunPolicy:
         self._copy_of, self._every = (own.copy_of, own.every) if own is not None else ("", 0)
         self.events = life.events.bind(policy=name) if name else life.events
         self.trainer = RemoteTrainer(life.dispatch.weights, name)
-        pace = IdleGeneration if recipe.rollout.staleness else LocalGeneration
         o = recipe.rollout
+        pace = partial(IdleGeneration, staleness=o.staleness) if o.staleness else LocalGeneration
         self.local_generation = pace(life.dispatch, local_time, self.events, o.fresh_groups * o.group_size)
         self.groups: PolicyGroups | None = None
         self.evaluation: Evaluation | None = None

@@ -24,18 +24,24 @@ In asynchronous training (`IdleGeneration`) the trainer may begin to train at an
 on the machine, one engine step or one micro-batch at a time. Responses on the trainer's engine stand still while it
 trains, and become old there. So the engine takes part only if the trainer waits enough of the time:
 
-    GENERATES ── the trainer waited less than STOP_SHARE of a step ──▶ PAUSED     its responses go on elsewhere
-              ◀── the trainer waited more than START_SHARE of a step ──
+    PAUSED    ── the trainer waited more than START_SHARE of the last step ──▶ GENERATES
+              ◀── it waited less than STOP_SHARE of the last period ──────────
 
-With few workers this adds what the machine can generate; with enough workers it costs nothing, while an engine that
-always took part would hold responses back (docs/async.md has the figures). Without `techniques.trainer_generates` the
-engine generates only if no other worker can.
+Responses that begin together are trained on over a period of `staleness` + 1 steps. One step of a period waits for the
+longest of them, the others hardly wait, so one step does not say that the engine can be stopped. At the start of a run
+and after the engine has been switched on, a whole period passes before the next decision. The first step of a run does
+not count: it always waits for the first responses.
+
+With few workers this adds most of what the machine can generate; with enough workers it costs nothing, while an engine
+that always took part would hold responses back (docs/async.md has the figures). Without `techniques.trainer_generates`
+the engine generates only if no other worker can.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -60,8 +66,8 @@ REVIEW_S = 0.5
 """Seconds between two comparisons of the plan with new measurements."""
 START_SHARE = 0.25
 """Asynchronous: generate in the next step if the trainer waited for more than this share of the last one."""
-STOP_SHARE = 0.1
-"""Asynchronous: do not generate in the next step if the trainer waited for less than this share of the last one."""
+STOP_SHARE = 0.05
+"""Asynchronous: do not generate in the next step if the trainer waited for less than this share of the last period."""
 WITHOUT_LIMIT = LocalPlan(local_s=math.inf, why="")
 
 
@@ -367,17 +373,24 @@ class LocalGeneration:
 class IdleGeneration(LocalGeneration):
     """A TrainingPace that never holds training back."""
 
-    generates = True
+    generates = False
     """Whether the trainer's engine takes part."""
 
+    def __init__(
+        self, dispatch: Dispatch, policy: LocalTimePolicy, events: EventLog, responses: int, staleness: int
+    ) -> None:
+        super().__init__(dispatch, policy, events, responses)
+        self._period = deque[tuple[float, float]](maxlen=staleness + 1)
+        """For each step of the last period: seconds for which the trainer waited, and seconds of the step. Begins again
+        when the engine is switched on."""
+
     def begin(self, step: int) -> None:
-        now = self._now()
-        wait_share = 1.0 if self.last is None else self.last.train_wait_s / max(1e-9, now - self._step.began_s)
-        if isinstance(self._policy, OnlyWithoutWorkers) or wait_share < STOP_SHARE:
-            self.generates = False
-        elif wait_share > START_SHARE:
-            self.generates = True
-        self._step = self._new_step(step, now, WITHOUT_LIMIT, None)
+        if len(self._period) == self._period.maxlen and not isinstance(self._policy, OnlyWithoutWorkers):
+            steps, share = (self._period, STOP_SHARE) if self.generates else ([self._period[-1]], START_SHARE)
+            before, self.generates = self.generates, sum(w for w, _ in steps) > share * sum(s for _, s in steps)
+            if self.generates and not before:
+                self._period.clear()
+        self._step = self._new_step(step, self._now(), WITHOUT_LIMIT, None)
         self.may_train.set()
         self._apply()
 
@@ -389,6 +402,8 @@ class IdleGeneration(LocalGeneration):
     def generated(self) -> None: ...
 
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        if self.last is not None:  # not the first step of a run
+            self._period.append((train_wait_s, self._now() - self._step.began_s))
         super().end(tokens=tokens, train_s=train_s, train_wait_s=train_wait_s)
         assert self.last is not None, "end() sets it"
         # Its engine stands still while the trainer trains, so its speed is measured over the rest of the step.

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.plan import plan_choices as b
 from tests.support.fleets.fixed_plans import fixed_plan
-from windfall.controller.rollout import local_generation
 from windfall.errors import WindfallError
 from windfall.plan import choose, command, report
 from windfall.plan.model import cluster, cost_model, devices
@@ -166,16 +165,16 @@ def test_a_limit_of_turns_does_not_cut_the_response_that_stands_for_a_session() 
     assert recipe.simulate(plan, asked, turns) == recipe.simulate(plan, asked, plain)
 
 
-def test_responses_of_the_trainers_own_engine_stand_still_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With staleness, plans counted on long responses being elsewhere, and promised 1.5 times the simulated speed. The
-    prediction is for an engine that always takes part; a run is faster, because its engine rests here."""
-    monkeypatch.setattr(local_generation.IdleGeneration, "generates", True)
-    monkeypatch.setattr(local_generation, "STOP_SHARE", -1.0)
+@pytest.mark.parametrize(("trains", "generate", "takes_part"), [(2, 6, False), (2, 1, True), (4, 2, True)])
+def test_the_trainers_own_engine_takes_part_where_that_is_faster(trains: int, generate: int, takes_part: bool) -> None:
+    """With staleness, plans counted on long responses being elsewhere than on an engine that stands still while its
+    machine trains, and promised 1.5 times the simulated speed."""
     asked = request("8xH100", work=SMALL)
-    kind = next(iter(asked.cluster.kinds()))
-    plan = fixed_plan(asked, "H100", 2, {(kind, 1): 6}, own=True)
+    engines = {(next(iter(asked.cluster.kinds())), 1): generate}
+    plan, without = (fixed_plan(asked, "H100", trains, engines, own=own) for own in (True, False))
     assert plan is not None
-    assert plan.tail_s > plan.train_s
+    assert without is not None
+    assert (plan.tok_per_s > without.tok_per_s) == takes_part
     assert plan.tok_per_s == pytest.approx(recipe.simulate(plan, asked, Recipe()).tok_per_s, rel=0.25)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from windfall.plan.model import cost_model
@@ -280,7 +280,7 @@ def score(
     own: Replica | None = None,
 ) -> RunPlan:
     """The plan with its predicted times and costs. `own`: the trainer's own engine, if it generates while the trainer
-    would wait; without other engines, it generates everything."""
+    would wait; without other engines, it generates everything. With staleness it rests if a run is faster so."""
     w = request.work
     weights_s = pull_s(request, placed)
     # The last group of a step is trained after its longest response has ended, then the weights are published.
@@ -333,7 +333,7 @@ def score(
     rate = steps_per_s(overlapping_s, tok_per_s, w.tokens, update_s, bound_s, w.staleness > 0)
     usd = sum(p.used * request.price(p.machine.kind) for p in placed if p.used)
     traffic = traffic_usd(request, placed, trained) * 3600 * rate
-    return RunPlan(
+    plan = RunPlan(
         work=w,
         training=trained,
         placed=tuple(placed),
@@ -347,3 +347,7 @@ def score(
         tok_per_s=rate * w.tokens,
         own=own,
     )
+    if own is not None and engines and w.staleness:
+        resting = score(request, placed, engines, trained)
+        return replace(resting, own=own) if resting.tok_per_s > plan.tok_per_s else plan
+    return plan

@@ -207,7 +207,7 @@ class Gateway:
         prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"))
         role = self._role(body.fields.get("model"))
         ids = None if chat else partial(self.voices[policy_of(role)].ids, prompts[0])
-        return options, [session.call(body, options, ids, role)]
+        return options, [session.call(body, options, ids, role, request.transport)]
 
     # Answers.
 

@@ -104,6 +104,23 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
     run(main)
 
 
+def test_fields_of_a_call_that_have_no_effect_are_named_once() -> None:
+    async def main() -> None:
+        named = list[str]()
+        async with serving(Scripted("one", "two")) as (gateway, url):
+            gateway.on_ignored = named.append
+            api = openai_client(url, gateway.open("7/0", {"": TokenLimits(100)}))
+            for temperature in (0.1, 0.2):
+                await api.chat.completions.create(
+                    model="any", messages=[USER], tools=TOOLS, temperature=temperature, seed=None, max_tokens=9,
+                    tool_choice="required", response_format={"type": "text"}, user="me", stop=["x"],
+                    extra_body={"chat_template_kwargs": {"think": False}, "temprature": 1},
+                )  # fmt: skip
+        assert named == ["chat_template_kwargs", "temperature", "temprature", "tool_choice"]
+
+    run(main)
+
+
 def test_edited_history_is_a_second_segment() -> None:
     async def main() -> None:
         async with serving(Scripted("one", "two")) as (gateway, url):

@@ -274,9 +274,8 @@ class AgentRun:
             raise replace(NO_CALL, traceback=exit.output)
         if runs.graded:
             return await self._grade(exit)
-        verdict = Feedback(reward=exit.reward, rewards=exit.rewards)
-        if verdict.reward is None and not verdict.rewards:
-            verdict = Feedback(reward=session.reward, rewards=session.rewards)
+        reward = session.reward if exit.reward is None else exit.reward
+        verdict = Feedback(reward=reward, rewards={**session.rewards, **exit.rewards})
         if verdict.reward is None and not verdict.rewards:
             raise replace(NO_REWARD, traceback=exit.output)
         return verdict

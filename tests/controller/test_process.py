@@ -74,6 +74,22 @@ def test_stop_before_a_trainer_has_connected(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
 
 
+def test_each_policy_is_evaluated_on_as_many_tasks_as_it_asks_for(tmp_path: Path) -> None:
+    auth.make_token(tmp_path / "token")
+    policies = {"solver": {}, "verifier": {"eval": {"tasks": 0}}, "critic": {"eval": {"tasks": 3}}}
+    recipe = parse_recipe({"policies": policies, "eval": {"tasks": 8}}, where="here")
+    it = ControllerProcess(recipe, tmp_path, EventLog(tmp_path / "events.jsonl"), resumed=False)
+    gate, tasks = SimpleNamespace(admissions=dict.fromkeys(policies, admission())), {}
+    generation: Any = SimpleNamespace(gate=gate, groups={}, rollout=None)
+    hello: Any = SimpleNamespace(micro_tokens=64)
+    for name, policy in it.life.policies.items():
+        policy._hello = hello
+        policy.assemble(generation)
+        assert policy.evaluation is not None
+        tasks[name] = policy.evaluation._held_out.tasks if policy.evaluation.due(0) else 0
+    assert tasks == {"solver": 8, "verifier": 0, "critic": 3}
+
+
 def test_chat_arguments_that_the_template_does_not_read_are_named(tmp_path: Path) -> None:
     auth.make_token(tmp_path / "token")
     shutil.copytree(load.resolve("tiny"), tmp_path / "tokenizer")

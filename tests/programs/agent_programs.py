@@ -152,6 +152,14 @@ async def posts(task: dict[str, Any]) -> None:
     post("/reward", reward=0.25)
 
 
+def posts_and_returns(task: dict[str, Any]) -> float:
+    """Its role `:pro` has the reward that it posts, and others the one that it returns."""
+    for role in (":pro", ":con"):
+        post("/chat/completions", model=role, messages=[{"role": "user", "content": "1+2="}], max_tokens=4)
+    post("/reward", rewards={":pro": 0.75})
+    return 0.5
+
+
 def calls_nothing(task: dict[str, Any]) -> float:
     return 1.0
 

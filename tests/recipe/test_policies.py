@@ -81,6 +81,10 @@ def test_policies_share_a_base_unless_they_train_all_weights() -> None:
         ({"a": {"frozen": True}}, "no policy is trained"),
         ({"a": {}, "b": {"frozen": True, **ADAPTER}}, "frozen = true excludes 'lora'"),
         ({"a": ADAPTER, "b": {"copy_of": "a", "model": "tiny"}}, "copy_of = 'a' excludes 'model'"),
+        ({"a": {}, "b": {"frozen": True, "rollout": {"groups": 8}}}, "frozen = true excludes 'rollout.groups'"),
+        ({"a": ADAPTER, "b": {"copy_of": "a", "eval": {"tasks": 8}}}, "copy_of = 'a' excludes 'eval'"),
+        ({"a": {"eval": {"split": "test"}}}, "a.eval: 'split' cannot differ between policies; set it in [eval]"),
+        ({"a": {**ADAPTER, "every": 2}}, "policies.a.every: only a policy with copy_of is renewed"),
         ({"a": {}, "b": {"copy_of": "a"}}, "'a' trains all weights, and only adapters are copied"),
     ],
 )

@@ -112,7 +112,7 @@ class ControllerLife:
         self.report = FleetReport(recipe, self.dispatch, events, rules.advisor)
         self.rollout: Rollout | None = None
         self.generation: Generation | None = None
-        self.held_out: EvaluationTasks | None = None
+        self.held_out: dict[str, EvaluationTasks] = {}
         """The held-out tasks, if the environment can describe them."""
         self.stop = asyncio.Event()
         """Set when the run should stop and save."""

@@ -130,8 +130,13 @@ class ControllerProcess:
         self._terms: dict[str, Terms] = {}
         """By base whose trainer has connected."""
         self.life.on_trainer = self._set_terms
-        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))
-        for warning in self.life.held_out.warnings if recipe.eval.tasks and not resumed else ():
+        self.life.held_out = {
+            name: held_out.describe(recipe.env, recipe.of(name).eval.tasks, evaluation_data(recipe))
+            for name in recipe.names()
+            if recipe.is_trained(name)
+        }
+        warnings = dict.fromkeys(warning for each in self.life.held_out.values() for warning in each.warnings)
+        for warning in () if resumed else warnings:
             events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
         self._write_failed = asyncio.Event()

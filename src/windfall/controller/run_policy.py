@@ -99,8 +99,9 @@ class RunPolicy:
         micro_tokens = self.hello.micro_tokens
         self.groups = PolicyGroups(self.name, recipe, algorithm, self.local_generation, micro_tokens, generation)
         self.evaluation = Evaluation(
-            recipe, generation.rollout, self.events, life.held_out, evaluated=self.evaluated, policy=self.name
-        )
+            recipe, generation.rollout, self.events, life.held_out.get(self.name), evaluated=self.evaluated,
+            policy=self.name,
+        )  # fmt: skip
         self.loop = Loop(recipe, algorithm, self.trainer, self.groups, self.evaluation, self, self.events)
 
     async def run(self) -> CheckpointState:

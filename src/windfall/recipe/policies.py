@@ -19,6 +19,10 @@ ROLLOUT = (
     "top_k",
 )  # fmt: skip
 """Keys of [rollout] that may differ between policies. The others belong to the tasks, which all policies share."""
+OF_TRAINING = ("groups", "replay", "replay_age", "max_draws")
+"""Those of them that say which responses a policy is trained on."""
+OF_TASKS = ("path", "split", "subset")
+"""Keys of [eval] that cannot differ: they name the held-out tasks."""
 OF_A_TRAINER = (
     "lora", "ranks", "context_parallel", "rendezvous", "machine_timeout_s", "offload", "checkpoint_activations",
     "rank_timeout_s",
@@ -100,11 +104,16 @@ def check(policies: Mapping[str, PolicySection]) -> None:
         if other := [key for key in own.train if key in OF_A_TRAINER]:
             fix = f"set {where}.lora" if other[0] == "lora" else "set it in [train]"
             raise ValueError(f"{where}.train: '{other[0]}' is not a key for a policy's `train`; {fix}")
+        if other := [key for key in OF_TASKS if key in own.eval]:
+            raise ValueError(f"{where}.eval: '{other[0]}' cannot differ between policies; set it in [eval]")
+        if own.every != PolicySection().every and not own.copy_of:
+            raise ValueError(f"{where}.every: only a policy with copy_of is renewed; remove it, or set copy_of")
         if own.slot:
             _check_slot(own, where)
             continue
         kind = f"copy_of = {own.copy_of!r}" if own.copy_of else "frozen = true"
-        given = [key for key in ("lora", "algorithm", "train") if getattr(own, key)]
+        given = [key for key in ("lora", "algorithm", "train", "eval") if getattr(own, key)]
+        given += [f"rollout.{key}" for key in OF_TRAINING if key in own.rollout]
         given += [key for key in ("model", "frozen") if own.copy_of and getattr(own, key)]
         if not own.trained and given:
             raise ValueError(f"{where}: {kind} excludes '{given[0]}', because this policy is not trained; remove one")

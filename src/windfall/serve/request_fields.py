@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from windfall.controller.gateway.protocol import MAX_ECHO, ApiError, checked
+from windfall.controller.gateway.protocol import MAX_ECHO, NEUTRAL, NO_EFFECT, ApiError, checked
 from windfall.errors import nearest
 from windfall.types import Sampling
 
@@ -31,22 +31,6 @@ BOTH = frozenset({
 """Fields that are honored in chats and completions."""
 CHAT = BOTH | {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 COMPLETIONS = BOTH | {"prompt", "echo", "suffix", "best_of"}
-NO_EFFECT = frozenset({
-    "user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction", "priority", "request_id",
-})  # fmt: skip
-"""Fields that say who asks, or how to be faster: they do not change the answer."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
-    "min_p": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
-    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,), "functions": ([],),
-    "function_call": ("none",), "modalities": (["text"],), "audio": (), "store": (False,), "reasoning_effort": (),
-    "verbosity": ("medium",), "web_search_options": (), "moderation": (), "chat_template": (), "documents": ([],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (False,), "truncate_prompt_tokens": (), "thinking_token_budget": (), "top_logprobs": (0,),
-}  # fmt: skip
-"""Fields that are not supported, and the values that have no effect."""
 RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
     "padding", "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "self",

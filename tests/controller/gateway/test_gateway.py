@@ -104,6 +104,23 @@ def test_tool_calls_go_back_and_forth(stream: bool) -> None:
     run(main)
 
 
+def test_fields_of_a_call_that_have_no_effect_are_named_once() -> None:
+    async def main() -> None:
+        named = list[str]()
+        async with serving(Scripted("one", "two")) as (gateway, url):
+            gateway.on_ignored = named.append
+            api = openai_client(url, gateway.open("7/0", {"": TokenLimits(100)}))
+            for temperature in (0.1, 0.2):
+                await api.chat.completions.create(
+                    model="any", messages=[USER], tools=TOOLS, temperature=temperature, seed=None, max_tokens=9,
+                    tool_choice="required", response_format={"type": "text"}, user="me", stop=["x"],
+                    extra_body={"chat_template_kwargs": {"think": False}, "temprature": 1},
+                )  # fmt: skip
+        assert named == ["chat_template_kwargs", "temperature", "temprature", "tool_choice"]
+
+    run(main)
+
+
 def test_edited_history_is_a_second_segment() -> None:
     async def main() -> None:
         async with serving(Scripted("one", "two")) as (gateway, url):
@@ -166,12 +183,23 @@ def test_a_repeated_call_joins_the_one_in_flight() -> None:
             answer = await impatient.chat.completions.create(model="any", messages=[USER])
             assert answer.choices[0].message.content == "It is 7."
             assert len(sampler.requests) == 1
-            api = openai_client(url, session)
-            two = await asyncio.gather(*(api.chat.completions.create(model="any", messages=[USER]) for _ in range(2)))
-            assert [a.choices[0].message.content for a in two] == ["Another."] * 2
+            await openai_client(url, session).chat.completions.create(model="any", messages=[USER])
             assert [s.tokens for s in await close(gateway, session)] == [
                 [*ids(t), EOS] for t in ("It is 7.", "Another.")
             ]
+
+    run(main)
+
+
+def test_equal_calls_at_the_same_time_get_samples_of_their_own() -> None:
+    async def main() -> None:
+        texts = ["It is 7.", "It is 8.", "It is 9."]
+        async with serving(Scripted(*texts, step_s=0.5)) as (gateway, url):
+            session = gateway.open("7/0", {"": TokenLimits(100)})
+            api = openai_client(url, session)
+            asked = [api.chat.completions.create(model="any", messages=[USER], max_tokens=20) for _ in texts]
+            assert sorted(str(a.choices[0].message.content) for a in await asyncio.gather(*asked)) == texts
+            assert sorted(s.tokens for s in await close(gateway, session)) == sorted([*ids(t), EOS] for t in texts)
 
     run(main)
 

@@ -269,7 +269,7 @@ def test_the_end_of_a_session_ends_its_streams() -> None:
     async def main() -> None:
         async with talking(Scripted("x" * 50, step_s=0.02)) as (gateway, session, api):
             reading = asyncio.create_task(api.stream("completions", prompt=[5], max_tokens=None))
-            while not any(flight.tokens for flight in session._in_flight.values()):
+            while not any(flight.tokens for flight in session._in_flight):
                 await asyncio.sleep(0.001)
             assert await close(gateway, session) == []
             *_, last = await reading

@@ -39,6 +39,12 @@ def test_every_role_has_its_conversation_and_its_reward(calm: Scene) -> None:
     assert calm.rollout.failures.missing == 0
 
 
+def test_posted_rewards_of_roles_stand_beside_the_returned_reward(tmp_path: Path) -> None:
+    program = AgentProgram(function="agent_programs:posts_and_returns")
+    for response in Scene(folder=tmp_path, program=program, tasks=(0,)).roll().values():
+        assert {part.role: part.reward for part in response.of("")} == {":pro": 0.75, ":con": 0.5}
+
+
 def test_agent_that_ends_in_the_middle_gets_the_same_turns(calm: Scene, tmp_path: Path) -> None:
     scene = Scene(folder=tmp_path, program=argues(folder=str(tmp_path)), tasks=(0,))
     assert scene.roll() == calm.responses

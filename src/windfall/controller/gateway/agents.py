@@ -274,9 +274,8 @@ class AgentRun:
             raise replace(NO_CALL, traceback=exit.output)
         if runs.graded:
             return await self._grade(exit)
-        verdict = Feedback(reward=exit.reward, rewards=exit.rewards)
-        if verdict.reward is None and not verdict.rewards:
-            verdict = Feedback(reward=session.reward, rewards=session.rewards)
+        reward = session.reward if exit.reward is None else exit.reward
+        verdict = Feedback(reward=reward, rewards={**session.rewards, **exit.rewards})
         if verdict.reward is None and not verdict.rewards:
             raise replace(NO_REWARD, traceback=exit.output)
         return verdict
@@ -442,6 +441,8 @@ class AgentService:
         stop = {name: voice.stop for name, voice in voices.items()}
         sampler = DispatchSampler(rollout.dispatch, model=rollout.lead or recipe.run.name, stop=stop)
         gateway = Gateway(sampler, voices)
+        why = "of the agent's calls has no effect: set [rollout] or [chat] of the recipe instead (docs/agents.md)"
+        gateway.on_ignored = lambda field: self._events.instant("chat_warning", why=f"the field {field!r} {why}")
         port = await gateway.listen(HOST, env.port, "Set env.port to another port, or to 0 for any free one.")
         url = f"http://{HOST}:{port}/v1"
         self._events.instant("gateway", url=url)

@@ -1,10 +1,11 @@
 """The OpenAI API on the wire: checks requests, and builds answers, chunks and errors. Plain data in and out.
 
 Rules:
-- How tokens are sampled is the recipe's decision: temperature, top_p, penalties and seeds of a request are ignored.
+- How tokens are sampled is the recipe's decision: temperature, top_p, penalties and seeds of a request have no effect.
 - Tools are offered with `tool_choice` "auto", and with "required" or a named tool too: the policy is never forced,
   because that would change the distribution that is trained. With "none" they are left out.
-- The types of all fields are those of the structures below; other fields are ignored.
+- The types of all fields are those of the structures below. Other fields have no effect; those that would change the
+  answer of another server are named (`without_effect`).
 - What cannot be answered truthfully is refused with status 400: `n` above 1, `top_logprobs` above 0, `echo`, `suffix`.
 """
 
@@ -27,6 +28,27 @@ UNFINISHED = "\ufffd"
 """What a tokenizer decodes an incomplete character to."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
+USED = frozenset({
+    "model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream",
+    "stream_options", "logprobs", "return_token_ids", "echo", "suffix", "best_of",
+})  # fmt: skip
+"""Fields that agents get an answer to."""
+NO_EFFECT = frozenset({
+    "user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction", "priority", "request_id",
+})  # fmt: skip
+"""Fields that say who asks, or how to be faster: they do not change the answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "min_p": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,), "functions": ([],),
+    "function_call": ("none",), "modalities": (["text"],), "audio": (), "store": (False,), "reasoning_effort": (),
+    "verbosity": ("medium",), "web_search_options": (), "moderation": (), "chat_template": (), "documents": ([],),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (False,), "truncate_prompt_tokens": (), "thinking_token_budget": (), "top_logprobs": (0,),
+}  # fmt: skip
+"""Fields that are not supported, and the values that have no effect."""
 T = TypeVar("T")
 
 
@@ -151,6 +173,17 @@ def options(body: Mapping[str, Any], *, chat: bool, most: int = 1) -> CallOption
         logprobs=fields.logprobs is True or (not chat and type(fields.logprobs) is int),
         return_token_ids=fields.return_token_ids is True,
     )
+
+
+def without_effect(body: Mapping[str, Any]) -> set[str]:
+    """The fields of an agent's call that would change the answer of another server, and do not change this one.
+
+    >>> sorted(without_effect({"messages": [], "user": "a", "seed": 3, "tool_choice": "auto", "logit_bias": {}}))
+    ['seed']
+    """
+    neutral = NEUTRAL | {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
+    unused = ((name, value) for name, value in body.items() if name not in USED and name not in NO_EFFECT)
+    return {name[:MAX_ECHO] for name, value in unused if value is not None and value not in neutral.get(name, ())}
 
 
 def chat(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:

@@ -49,6 +49,8 @@ CLOSE_S = 1.0
 """Seconds that handlers get to end when the gateway stops listening."""
 MAX_CONNECTIONS = 256
 """Largest number of connections of one session."""
+MAX_IGNORED = 64
+"""Largest number of fields of calls that are named because they have no effect."""
 LINGER_S = 5.0
 """Seconds to read and drop the rest of a body that was refused, so that its client gets to read the answer."""
 
@@ -68,6 +70,9 @@ class Gateway:
         """Renders and tokenizes prompts, so that a long one does not hold up the event loop."""
         self._sessions: dict[str, GatewaySession] = {}
         """By the hash of its key."""
+        self.on_ignored: Callable[[str], None] = lambda field: None
+        """Called once with each field of calls that has no effect."""
+        self._ignored: set[str] = set()
         self.intake = Intake(limits or IntakeLimits.for_context(max(voice.context for voice in voices.values())))
         self._listener: Listener | None = None
         self._runner: web.AppRunner | None = None
@@ -204,10 +209,14 @@ class Gateway:
     def _start(self, request: web.Request, body: Body, *, chat: bool) -> tuple[CallOptions, list[CallInFlight]]:
         """Start the calls whose answers are the choices of one answer."""
         session, options = self._session(request), protocol.options(body.fields, chat=chat)
+        for field in sorted(protocol.without_effect(body.fields) - self._ignored):
+            if len(self._ignored) < MAX_IGNORED:
+                self._ignored.add(field)
+                self.on_ignored(field)
         prompts = [""] if chat else protocol.prompts(body.fields.get("prompt"))
         role = self._role(body.fields.get("model"))
         ids = None if chat else partial(self.voices[policy_of(role)].ids, prompts[0])
-        return options, [session.call(body, options, ids, role)]
+        return options, [session.call(body, options, ids, role, request.transport)]
 
     # Answers.
 

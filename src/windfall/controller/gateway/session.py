@@ -1,13 +1,14 @@
 """One session of the gateway: its history, its calls in flight, and its reward.
 
-    call(body) ──▶ the same body in flight? ── yes ──▶ join it
+    call(body) ──▶ the same body in flight, and its client gone? ── yes ──▶ join it
                        │ no
                        └──▶ place in the history ──▶ reserve tokens ──▶ sampler ──▶ answer in the history ──▶ every
                             (in a thread)                                           client that waits
 
 Rules:
 - A call belongs to the session, not to the connection that asked for it. A client that loses its connection and asks
-  again with the same body joins the call, as long as no client has received the answer.
+  again with the same body joins the call, as long as no client has received the answer. While that connection is
+  open, the same body is another call: an agent that asks several times at once wants several samples.
 - A client has received an answer once its end was written to the connection, or once a later call continues it.
 - When the session ends, its calls are canceled, and only answers that a client received to their end are trained. The
   others are removed, also that of a stream that its client closed in the middle: an agent that wants to end a turn
@@ -136,9 +137,13 @@ class CallInFlight:
     """Makes the answer."""
 
     def __init__(
-        self, session: GatewaySession, role: str, tools: frozenset[str], options: protocol.CallOptions
+        self, session: GatewaySession, key: str, role: str, tools: frozenset[str], options: protocol.CallOptions
     ) -> None:
+        """`key`: that of its body."""
         self.session = session
+        self.key = key
+        self.client: asyncio.BaseTransport | None = None
+        """The connection of the client that waits for it."""
         self.role = role
         self.voice = session.voices[policy_of(role)]
         self.tools = tools
@@ -233,8 +238,7 @@ class GatewaySession:
         self._waited_s = 0.0
         self._waiting_since_s = 0.0
         """Number of unanswered calls; seconds in which there was at least one; when that number last changed."""
-        self._in_flight: dict[str, CallInFlight] = {}
-        """By the key of the request."""
+        self._in_flight: list[CallInFlight] = []
         self._placing = asyncio.Lock()
         self._connections: set[asyncio.BaseTransport] = set()
         """Those of clients that have sent its key. Some may be closed."""
@@ -252,39 +256,45 @@ class GatewaySession:
         return True
 
     def call(
-        self, body: Body, options: protocol.CallOptions, ids: Callable[[], Sequence[int]] | None, role: str = ""
+        self,
+        body: Body,
+        options: protocol.CallOptions,
+        ids: Callable[[], Sequence[int]] | None,
+        role: str = "",
+        client: asyncio.BaseTransport | None = None,
     ) -> CallInFlight:
-        """Join the same request that is in flight, or start a call. `ids`: the prompt of a completion, called in the
-        thread for tokenizing; None: the body is a chat."""
+        """Join the same request that is in flight and whose client is gone, or start a call. `ids`: the prompt of a
+        completion, called in the thread for tokenizing; None: the body is a chat. `client`: its connection."""
+        flight = self._join_or_start(body, options, ids, role)
+        flight.client = client
+        return flight
+
+    def _join_or_start(
+        self, body: Body, options: protocol.CallOptions, ids: Callable[[], Sequence[int]] | None, role: str
+    ) -> CallInFlight:
+        if self.ended:
+            raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
+        for flight in self._in_flight:
+            if flight.key == body.key and flight.client is not None and flight.client.is_closing():
+                return flight
         if ids is not None:
             place = lambda: self.history.place_ids(ids(), role)  # noqa: E731
-            return self._join_or_start(body.key, role, options, frozenset(), place)
+            return self._start(CallInFlight(self, body.key, role, frozenset(), options), place)
         if self.voices[policy_of(role)].chat is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
         messages, tools = protocol.chat(body.fields)
         names = frozenset(tool["function"]["name"] for tool in tools or ())
-        return self._join_or_start(body.key, role, options, names, lambda: self.history.place(messages, tools, role))
+        place = lambda: self.history.place(messages, tools, role)  # noqa: E731
+        return self._start(CallInFlight(self, body.key, role, names, options), place)
 
-    def _join_or_start(
-        self,
-        key: str,
-        role: str,
-        options: protocol.CallOptions,
-        tools: frozenset[str],
-        place: Callable[[], PlacedCall],
-    ) -> CallInFlight:
-        if self.ended:
-            raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
-        if key in self._in_flight:
-            return self._in_flight[key]
-        flight = CallInFlight(self, role, tools, options)
-        flight.work = asyncio.create_task(self._run(flight, key, place))
+    def _start(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> CallInFlight:
+        flight.work = asyncio.create_task(self._run(flight, place))
         flight.work.add_done_callback(lambda work: work.cancelled() or work.exception())  # its client may be gone
         flight.work.add_done_callback(lambda work: flight.notify())
-        self._in_flight[key] = flight
+        self._in_flight.append(flight)
         return flight
 
-    async def _run(self, flight: CallInFlight, key: str, place: Callable[[], PlacedCall]) -> None:
+    async def _run(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> None:
         self._count_waiting(1)
         answered = False
         try:
@@ -302,7 +312,7 @@ class GatewaySession:
             if not answered:
                 if flight.call is not None:
                     self.history.abandon(flight.call, begun=flight.request is not None)
-                self._in_flight.pop(key, None)
+                self._in_flight = [other for other in self._in_flight if other is not flight]
 
     async def _place(self, flight: CallInFlight, place: Callable[[], PlacedCall]) -> PlacedCall:
         """Give the call its place in the history."""
@@ -315,7 +325,7 @@ class GatewaySession:
         except WindfallError as e:
             raise ApiError(400, f"{e.what}. {e.fix}", param="tools" if e.where == "tools" else "messages") from e
         flight.prompt = call.prompt
-        for other in list(self._in_flight.values()):
+        for other in list(self._in_flight):
             if other is not flight and other.call is not None and other.call.segment is call.segment:
                 self.delivered(other)  # this call has its answer in its prompt
         if not flight.prompt:
@@ -378,11 +388,11 @@ class GatewaySession:
     def delivered(self, flight: CallInFlight) -> None:
         """A client has received the whole answer: the same body is now another call."""
         flight.delivered = True
-        self._in_flight = {key: f for key, f in self._in_flight.items() if f is not flight}
+        self._in_flight = [other for other in self._in_flight if other is not flight]
 
     async def end(self) -> None:
         self.ended = True
-        flights, self._in_flight = list(self._in_flight.values()), {}
+        flights, self._in_flight = self._in_flight, []
         for flight in flights:
             flight.work.cancel()
         await asyncio.gather(*(flight.work for flight in flights), return_exceptions=True)

@@ -27,6 +27,8 @@ UNFINISHED = "\ufffd"
 """What a tokenizer decodes an incomplete character to."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
+StopString = Annotated[str, Meta(min_length=1)]
+"""An empty one would end every answer before its first token."""
 T = TypeVar("T")
 
 
@@ -59,7 +61,7 @@ class CallFields(msgspec.Struct):
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOP)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | int | None = None

@@ -49,6 +49,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[techniques]\nseeding = false", "unknown key 'techniques.seeding'. Did you mean 'trainer_generates'?"),
         ("[fleet]\nautoscale = 'value'", "unknown key 'fleet.autoscale'. Did you mean 'workers_max'?"),
         ("[fleet]\nfirst_seed_s = 3.0", "unknown key 'fleet.first_seed_s'"),
+        ("[fleet]\nworkers = 2\nmax_workers = 2", "max_workers = 2 refuses some of 3 workers"),
         ("[train]\nzzz = 1.0", "unknown key 'train.zzz'. Known: betas, "),
         ("[train]\nlearning_rate = 1.0", "unknown key 'train.learning_rate'. Did you mean 'lr'?"),
         ("[train]\nlearnin_rate = 1.0", "unknown key 'train.learnin_rate'. Did you mean 'lr'?"),

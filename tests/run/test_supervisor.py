@@ -22,7 +22,8 @@ from tests.support.hostile.files import DAMAGES, FOREIGN_LINES, damage
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.link import auth, invitation
-from windfall.processes import fork_client
+from windfall.processes import fork_client, process
+from windfall.processes.process import Handle
 from windfall.recipe.file import parse_recipe
 from windfall.run.supervisor import Supervisor
 from windfall.run.views.console import Console
@@ -87,6 +88,23 @@ def test_lines_that_cannot_be_shown_do_not_end_the_run(tmp_path: Path, output: i
         b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 1, "bill": {"holders": 3}}'
     )
     assert "cannot show event 'step': " in output.getvalue()
+
+
+def test_trainer_is_billed_from_the_start_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is started again. It is forked after all imports, for which its machine is paid, too."""
+    it, environments = supervisor_of(tmp_path)._processes, []
+
+    async def start(*, name: str, env: dict[str, str], **_: Any) -> Handle:
+        environments.append(env)
+        return Handle(name=name, pid=1, send=lambda number: None)
+
+    monkeypatch.setattr(it._forks, "start", start)
+    asyncio.run(it._start_trainer(""))
+    monkeypatch.setattr(process, "state", lambda pid: pytest.fail("this would be the start of the forked process"))
+    monkeypatch.setenv(process.BEGAN, environments[0][process.BEGAN])
+    age_s = process.age_s()
+    monkeypatch.undo()
+    assert age_s == pytest.approx(process.age_s(), abs=1)
 
 
 def test_second_ctrl_c_is_offered_only_after_the_first(tmp_path: Path, output: io.StringIO) -> None:

@@ -30,6 +30,8 @@ EXIT_REFUSED = 3
 """Exit status of a worker that the controller refused. It must not be restarted, because it would be refused again."""
 EXIT_NO_CONTROLLER = 5
 """Exit status of a worker that found no controller within its patience."""
+BEGAN = "WINDFALL_BEGAN_S"
+"""Environment variable of a process whose machine was there for the run before it: since when (`began_s`)."""
 KILL_TIMEOUT_S = 10.0
 
 POLL_S = 0.05
@@ -110,8 +112,14 @@ class Handle:
         return await asyncio.shield(self._end)
 
 
+def began_s() -> float:
+    """When this process started (seconds since the machine booted)."""
+    return int(state("self")[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def age_s() -> float:
-    began = int(state("self")[19]) / os.sysconf("SC_CLK_TCK")
+    """Seconds since this process started, or since `BEGAN`."""
+    began = float(os.environ.get(BEGAN) or began_s())
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 

@@ -76,6 +76,11 @@ class Fleet(Section):
             )
         if self.workers_max and not 1 <= self.workers <= self.workers_max:
             raise ValueError(f"workers = {self.workers} must be from 1 to workers_max = {self.workers_max}")
+        if (most := max(self.workers, self.workers_max) + self.local) > self.max_workers:
+            raise ValueError(
+                f"max_workers = {self.max_workers} refuses some of {most} workers that this run starts on this machine"
+                f"{' (the engine of the trainer is one)' if self.local else ''}. Raise it, or start fewer."
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
         return self

@@ -71,16 +71,19 @@ class RunProcesses:
         on_event: Callable[[log.Event], None],
         places: Sequence[devices.Place] | None = None,
         trainer_places: Sequence[devices.Place] | None = None,
+        trainer_environment: Mapping[str, str] | None = None,
     ) -> None:
         """`environment`: of the processes. `notice`: shows a line. `on_event`: gets every event of the log from now on.
         `places`: the devices for the workers of this machine, by default the GPUs that the recipe allows.
-        `trainer_places`: those for the trainers, which are the first ones of `places`; by default all."""
+        `trainer_places`: those for the trainers, which are the first ones of `places`; by default all.
+        `trainer_environment`: what trainers have besides."""
         self.recipe = recipe
         self.folder = folder
         self.stopping = False
         self.finished = False
         """Whether the log has the event of a run that has made all its steps."""
         self._forks, self._environment = forks, dict(environment)
+        self._trainer_environment = self._environment | dict(trainer_environment or {})
         self._notice, self._on_event = notice, on_event
         self._token = auth.read_token(folder / "token")
         self._controller: Handle | None = None
@@ -203,7 +206,7 @@ class RunProcesses:
                     rank=number, size=len(places), local_rank=number, local_size=len(places), rendezvous=meeting,
                     base=base,
                 )  # fmt: skip
-                env = device.environment(self._environment | shared | rank.environment())
+                env = device.environment(self._trainer_environment | shared | rank.environment())
                 argv, log = ["windfall", "_trainer", str(self.folder), base], self.folder / f"{rank.name}.log"
                 started.append(await self._forks.start(name=rank.name, argv=argv, env=env, log=log))
         except BaseException:  # raised again: no rank may be left

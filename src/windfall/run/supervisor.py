@@ -7,6 +7,9 @@ such workers until a person deletes it (docs/guides/kubernetes.md).
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. The exit status is then that of a
 program that the signal ended (130 or 143): a script must not take a stopped run for a finished one. On the second, all
 processes are killed at once.
+
+The machine of the trainer is there as long as the supervisor. So it is billed from the start of this process, not from
+that of a trainer, which is forked after all imports, and again when it was lost.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from windfall import run_folder as folders
 from windfall.controller.own_loop import LoopPart
 from windfall.events import log
 from windfall.link import auth, invitation
+from windfall.processes import process
 from windfall.processes.fork_client import ForkClient
 from windfall.recipe.sections import Recipe
 from windfall.run.run_processes import RunProcesses
@@ -50,7 +54,14 @@ class Supervisor:
             env=environment,
         )
         self._processes = RunProcesses(
-            recipe, folder, self._fork_client, environment, notice=console.notice, on_event=self._show, places=places
+            recipe,
+            folder,
+            self._fork_client,
+            environment,
+            notice=console.notice,
+            on_event=self._show,
+            places=places,
+            trainer_environment={process.BEGAN: str(process.began_s())},
         )
 
     async def run(self) -> int:

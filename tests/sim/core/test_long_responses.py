@@ -10,6 +10,9 @@ import pytest
 from windfall.controller.assembly import Rules
 from windfall.controller.scheduling.balance import Move, WorkerLoad
 from windfall.controller.scheduling.placement import Placement
+from windfall.errors import WindfallError
+from windfall.recipe.sections import Recipe
+from windfall.sim.core.scenario import build
 
 Simulated = Callable[..., Any]
 WORKERS: dict[str, dict[str, Any]] = {
@@ -36,6 +39,24 @@ def test_rollout_takes_half_the_time_with_two_tokens_per_step(simulated: Simulat
     assert [e["lengths"] for e in steps_of(drafted)] == [e["lengths"] for e in steps_of(plain)]
     for fast, slow in zip(rollout_s(drafted)[1:], rollout_s(plain)[1:], strict=True):
         assert fast == pytest.approx(slow / 2, rel=0.15), "prefill, pulls and messages take as long as before"
+
+
+def test_engines_do_not_draft_if_the_recipe_turns_it_off(simulated: Simulated) -> None:
+    plain = simulated(**WORKERS)[1]
+    off = simulated(**WORKERS, sim={"acceptance": [[0, 2.0]], "verify_rows": 1}, engine={"speculation": "off"})[1]
+    assert rollout_s(off) == rollout_s(plain)
+
+
+def test_limit_of_a_turn_is_in_real_tokens(recipe: Callable[..., Recipe]) -> None:
+    """It was 100 simulated tokens."""
+    assert build(recipe(rollout={"turn_tokens": 100}, sim={"granule": 10})).recipe.rollout.turn_tokens == 10
+    with pytest.raises(WindfallError, match="turns that reach a limit are not simulated"):
+        build(recipe(rollout={"turn_tokens": 100}, sim={"turns": 3.0}))
+
+
+def test_workers_elsewhere_are_not_left_out_silently(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(WindfallError, match="workers that a run starts elsewhere are not simulated"):
+        build(recipe(fleet={"slurm": {"workers": 8}}))
 
 
 def test_engines_do_not_draft_where_that_is_slower(simulated: Simulated) -> None:

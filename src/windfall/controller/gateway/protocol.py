@@ -49,6 +49,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (False,), "truncate_prompt_tokens": (), "thinking_token_budget": (), "top_logprobs": (0,),
 }  # fmt: skip
 """Fields that are not supported, and the values that have no effect."""
+StopString = Annotated[str, Meta(min_length=1)]
+"""An empty one would end every answer before its first token."""
 T = TypeVar("T")
 
 
@@ -81,7 +83,7 @@ class CallFields(msgspec.Struct):
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOP)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | int | None = None

@@ -26,6 +26,7 @@ from windfall.errors import WindfallError, run_until_first
 from windfall.events.log import Clock, EventLog, Sink
 from windfall.link import messages as m
 from windfall.models.text import Text
+from windfall.recipe.sections import Recipe
 from windfall.sim.core import loop as loops
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
@@ -35,7 +36,6 @@ from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer, SimBase
 from windfall.sim.machines.weight_store import WeightStore
-from windfall.sim.section import Sim
 from windfall.training import CheckpointState
 
 STUCK_S = 6 * 3600.0
@@ -59,7 +59,10 @@ class Simulation:
         self._sinks = sinks
         self._clock = clock
         self.token_schedule = TokenSchedule(
-            scenario.policies, granule=scenario.granule, sessions=scenario.sessions, acceptance=_acceptance(s)
+            scenario.policies,
+            granule=scenario.granule,
+            sessions=scenario.sessions,
+            acceptance=_acceptance(scenario.real),
         )
         self.fleet = self.fleet_class(scenario, self.token_schedule, self.attend)
         self.trainers: dict[str, LinkedTrainer] = {}
@@ -196,8 +199,11 @@ class Simulation:
             await asyncio.sleep(GUARD_EVERY_S)
 
 
-def _acceptance(s: Sim) -> DraftAcceptance | None:
-    return DraftAcceptance(points=sorted(s.acceptance), verify_rows=s.verify_rows) if s.acceptance else None
+def _acceptance(recipe: Recipe) -> DraftAcceptance | None:
+    s = recipe.sim
+    if not s.acceptance or recipe.engine.speculation == "off":
+        return None
+    return DraftAcceptance(points=sorted(s.acceptance), verify_rows=s.verify_rows)
 
 
 @contextmanager

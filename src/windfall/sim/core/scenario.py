@@ -86,6 +86,9 @@ def build(recipe: Recipe) -> Scenario:
     views = {name: of_policy(s, name) for name in recipe.names()}
     granule = s.granule or max(1, round(min(view.median_tokens for view in views.values()) / STEPS_PER_MEDIAN))
     bases = {name: base for base, names in recipe.bases().items() for name in names}
+    for name in recipe.fleet.sources:
+        fix = "Remove the section here, and say with fleet.workers or [trace] which workers there are."
+        raise WindfallError("workers that a run starts elsewhere are not simulated", where=f"fleet.{name}", fix=fix)
     if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers):
         what = "nothing could be generated: fleet.local is off, and there are no workers"
         raise WindfallError(what, where="fleet", fix="Set trace.nodes or fleet.workers.")
@@ -135,6 +138,9 @@ def _check_policies(recipe: Recipe) -> None:
     if silent:
         fix = "Add a role of this policy, or set `frozen` for it."
         raise WindfallError(f"{silent[0]!r} is trained, but says nothing", where="sim.script", fix=fix)
+    if (s.turns > 1 or s.script) and any(recipe.of(name).rollout.turn_tokens for name in names):
+        fix = "Set it to 0, and let sim.median_tokens be the length of a turn."
+        raise WindfallError("turns that reach a limit are not simulated", where="rollout.turn_tokens", fix=fix)
     if s.turns > 1 and (s.script or recipe.policies):
         raise WindfallError("sim.turns is for one role", where="sim", fix="Give all turns in sim.script.")
     if s.kinds and any(own.worker for own in s.policies.values()):
@@ -176,7 +182,11 @@ def scaled(recipe: Recipe, granule: int) -> Recipe:
     def limits(view: Recipe) -> dict[str, dict[str, int]]:
         micro_tokens = max(1, round((view.train.micro_tokens or MICRO_TOKENS) / granule))
         max_tokens = simulated(view.rollout.max_tokens, granule)
-        return {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}}
+        turn_tokens = view.rollout.turn_tokens and simulated(view.rollout.turn_tokens, granule)
+        return {
+            "rollout": {"max_tokens": max_tokens, "turn_tokens": turn_tokens},
+            "train": {"micro_tokens": micro_tokens},
+        }
 
     policies = {}
     for name, own in recipe.policies.items():

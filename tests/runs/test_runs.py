@@ -87,6 +87,8 @@ def test_a_checkpoint_has_the_chat_template_of_the_recipe(
         file = run / "checkpoints" / f"step-{steps:06d}" / "chat_template.jinja"
         assert (file.read_text() if file.exists() else "") == given
         assert not (tokenizer / "chat_template.jinja").exists(), "that of the model, which has none"
+    (tokenizer / "tokenizer.json").write_text("{")
+    assert windfall("resume", str(run), "--set=run.steps=5")[0] == 0, "a damaged tokenizer is written again"
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ class ControllerLife:
         self.rollout: Rollout | None = None
         self.generation: Generation | None = None
         self.held_out: dict[str, EvaluationTasks] = {}
-        """The held-out tasks, if the environment can describe them."""
+        """The held-out tasks of each trained policy, if the environment can describe them."""
         self.stop = asyncio.Event()
         """Set when the run should stop and save."""
         self.on_trainer: Callable[[m.TrainerHello], None] = lambda hello: None

@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -472,11 +473,11 @@ def _tokenizer(view: Recipe, folder: Path, begins: Any, model: Any) -> Any:
     it without torch, because a checkpoint has the template of the recipe. `begins`: the checkpoint to begin with."""
     tokenizer = load.load_tokenizer(str(begins.path) if begins else view.model.path)
     if begins and folder.is_dir():
-        tokenizer.chat_template = tokenizers.load(folder).chat_template
-    else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        with suppress(WindfallError):  # it is damaged, and written again
+            tokenizer.chat_template = tokenizers.load(folder).chat_template
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     return tokenizer
 
 

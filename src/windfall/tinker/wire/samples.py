@@ -1,4 +1,4 @@
-"""The data and the loss of a forward or forward_backward call become the samples that a trainer takes.
+"""Turns the data and the loss of a forward or forward_backward call into the samples that a trainer takes.
 
     model_input      x_0 x_1 ... x_(N-1)         ids of the sample: x_0 ... x_(N-1) y_(N-1)
     target_tokens    y_0 y_1 ... y_(N-1)         targets: all positions 1 ... N
